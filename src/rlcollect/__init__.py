@@ -1,0 +1,43 @@
+"""Experience collection for reinforcement learning: a policy and environments in, TensorDict batches out."""
+
+from __future__ import annotations
+
+from rlcollect.collectors.single import Collector
+from rlcollect.errors import (
+    ClosedError,
+    DatasetError,
+    EnvError,
+    InvalidBatchError,
+    OptionError,
+    PolicyError,
+    RlcollectError,
+    SpaceError,
+    WorkerError,
+)
+from rlcollect.interfaces import Interruptor
+from rlcollect.memory.trajectories import split_trajectories
+from rlcollect.options import ExplorationType
+from rlcollect.rollout.build import RandomPolicy
+from rlcollect.stats import Spread, Stats, TimeShares
+
+__all__ = [
+    "ClosedError",
+    "Collector",
+    "DatasetError",
+    "EnvError",
+    "ExplorationType",
+    "Interruptor",
+    "InvalidBatchError",
+    "OptionError",
+    "PolicyError",
+    "RandomPolicy",
+    "RlcollectError",
+    "SpaceError",
+    "Spread",
+    "Stats",
+    "TimeShares",
+    "WorkerError",
+    "split_trajectories",
+]
+
+__version__ = "0.1.0"

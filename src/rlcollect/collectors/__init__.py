@@ -1,0 +1,1 @@
+"""What the user holds: one constructor, and where the frames are made."""

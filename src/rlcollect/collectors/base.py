@@ -1,0 +1,364 @@
+"""What every collector is: one constructor, iteration, counts, delivery, lifecycle.
+
+The constructor is flat, and made from the fields of the value objects in `options`: nothing is declared here twice.
+A kind says which of them it takes (`option_kinds`) and how its engine is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import math
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from rlcollect.envs.lanes import Lanes
+from rlcollect.errors import ClosedError, OptionError
+from rlcollect.memory.trajectories import split_trajectories
+from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
+from rlcollect.rollout.build import build_engine, make_lanes, whole_steps
+from rlcollect.stats import Spread, Stats
+
+__all__ = ["BaseCollector"]
+
+
+class _State(enum.Enum):
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class BaseCollector(IterableDataset[TensorDictBase]):
+    """The one constructor, and all that does not depend on where frames are made."""
+
+    option_kinds: ClassVar[tuple[type, ...]] = (What, Where, How, Sink)
+
+    def __init_subclass__(cls) -> None:
+        """Gives a kind its signature and the description of its options, from their declarations."""
+        super().__init_subclass__()
+        cls.__signature__ = _signature(cls.option_kinds)  # type: ignore[attr-defined]
+        cls.__doc__ = f"{inspect.getdoc(cls)}\n\nOptions:\n{_described(cls.option_kinds)}"
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        parsed = parse_options(type(self).__name__, self.option_kinds, options)
+        self._what: What = parsed[What]
+        self._where: Where = parsed[Where]
+        self._how: How = parsed[How]
+        self._sink: Sink = parsed[Sink]
+        self.policy = policy
+        self._frames = 0
+        self._batches = 0
+        self._seconds = 0.0
+        lanes = make_lanes(create_env_fn, self._what, self._where)
+        try:
+            self.num_envs = lanes.num_lanes
+            self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self.num_envs)
+            self._total_steps = self._counted_total()
+            self._engine, self._plan = build_engine(
+                lanes, policy, self._what, self._where, self._how, self._sink, steps=self._steps
+            )
+        except BaseException:
+            lanes.close()
+            raise
+        self._state = _State.OPEN
+        self._abandoned = weakref.finalize(self, _close_abandoned, lanes, type(self).__name__)
+        self._lanes = lanes
+
+    def _counted_total(self) -> int | None:
+        if self._what.total_frames == -1:
+            return None
+        return whole_steps("total_frames", self._what.total_frames, self.num_envs)
+
+    # --- iterating ---
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Frames of a full batch, over all lanes."""
+        return self._steps * self.num_envs
+
+    @property
+    def total_frames(self) -> int:
+        """Frames after which the collector is exhausted; -1 for never."""
+        return -1 if self._total_steps is None else self._total_steps * self.num_envs
+
+    @property
+    def collected_frames(self) -> int:
+        """Frames delivered so far."""
+        return self._frames
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all frames that were asked for have been delivered."""
+        return self._total_steps is not None and self._frames >= self.total_frames
+
+    @property
+    def policy_version(self) -> int:
+        """How many times the weights were updated."""
+        return self._engine.policy_version
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch; None when the frames are exhausted.
+
+        Raises:
+            ClosedError: after `shutdown`.
+            What an environment, the policy or a post-processing raised; the collector is then closed. A Ctrl-C
+                leaves it open: the batch under way is dropped, and new episodes begin with the next.
+        """
+        self._check_open()
+        if self.exhausted:
+            return None
+        steps = self._steps
+        if self._total_steps is not None:
+            steps = min(steps, self._total_steps - self._frames // self.num_envs)
+        start = time.perf_counter()
+        batch = self._closing_on_error(lambda: self._deliver(steps))
+        self._seconds += time.perf_counter() - start
+        return batch
+
+    def _deliver(self, steps: int) -> TensorDictBase:
+        batch: Any = self._make(steps)
+        self._frames += batch.numel()
+        self._batches += 1
+        if self._sink.split_trajs:
+            batch = split_trajectories(batch)
+        for step in self._sink.postproc:  # type: ignore[union-attr]
+            batch = step(batch)
+        return batch
+
+    def _make(self, steps: int) -> TensorDictBase:
+        batch = self._engine.rollout(steps)
+        return batch if self._where.storing_device is None else batch.to(self._where.storing_device)
+
+    def rollout(self) -> TensorDictBase:
+        """A full rollout as it is made: not post-processed, not counted in `total_frames`.
+
+        Episodes, ids and a warm-up go on from batch to rollout to batch.
+
+        Returns:
+            `[N, T]`, or `[T]` for a single lane.
+        """
+        self._check_open()
+        return self._closing_on_error(lambda: self._make(self._steps))
+
+    def _closing_on_error(self, make: Any) -> Any:
+        try:
+            return make()
+        except Exception:
+            self.shutdown()
+            raise
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches until the frames are exhausted. Breaking off and iterating again goes on."""
+        while (batch := self.next()) is not None:
+            yield batch
+
+    def __len__(self) -> int:
+        """The number of batches, delivered ones included.
+
+        Raises:
+            TypeError: it is not known, as collection is endless or an interruptor may cut batches short.
+        """
+        if self._total_steps is None or self._how.interruptor is not None:
+            why = "total_frames is -1" if self._total_steps is None else "an interruptor may cut batches short"
+            raise TypeError(f"The number of batches is not known: {why}.")
+        return math.ceil(self._total_steps / self._steps)
+
+    # --- talking to it ---
+
+    def update_policy_weights_(self) -> int:
+        """Says that the policy has new weights; the frames that follow carry the new version.
+
+        In one process the policy is the user's own module, so there is nothing to copy: the version counts.
+
+        Returns:
+            The new version.
+        """
+        self._check_open()
+        self._engine.policy_version += 1
+        return self._engine.policy_version
+
+    def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
+        """Seeds environments, the policy's randomness and random actions. Lanes are reset with the next batch.
+
+        Args:
+            seed: an integer, of which every stream becomes an independent child; or one seed a lane, used as given.
+            static_seed: every lane gets the same stream.
+
+        Returns:
+            A seed for whatever is seeded next: `seed + 1`; `seed` itself with `static_seed`; the largest of a list,
+            plus 1.
+
+        Raises:
+            OptionError: a negative seed, or a list of another length than there are lanes.
+        """
+        self._check_open()
+        seeds = [int(s) for s in seed] if isinstance(seed, Sequence) else [int(seed)]
+        if min(seeds, default=-1) < 0:
+            raise OptionError(f"Seeds are non-negative integers; {seed!r} came.")
+        if isinstance(seed, Sequence) and len(seeds) != self.num_envs:
+            raise OptionError(f"A list of seeds needs one a lane: {self.num_envs}, not {len(seeds)}.")
+        self._engine.seed(seeds if isinstance(seed, Sequence) else seeds[0], static=static_seed)
+        return seeds[0] if static_seed and len(seeds) == 1 else max(seeds) + 1
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Begins a new episode now, in all lanes or in some: a CUT in their data.
+
+        Args:
+            index: a lane, several, a slice, or one bool a lane; None: all.
+            **kwargs: for the environments' `reset` (`seed=`, `options=`).
+
+        Raises:
+            OptionError: an index that names no lane.
+        """
+        self._check_open()
+        lanes = _lane_indices(index, self.num_envs)
+        self._closing_on_error(lambda: self._engine.reset(lanes, kwargs=kwargs))
+
+    def stats(self) -> Stats:
+        """Figures so far: frames, speed, episodes, where the time goes."""
+        engine = self._engine
+        made = engine.steps * self.num_envs
+        return Stats(
+            frames=self._frames,
+            batches=self._batches,
+            seconds=self._seconds,
+            frames_per_second=self._frames / self._seconds if self._seconds else 0.0,
+            episodes=engine.episodes.finished,
+            episode_return=Spread.of([*engine.episodes.returns]),
+            episode_length=Spread.of([*engine.episodes.lengths]),
+            policy_version=engine.policy_version,
+            time=engine.sampler.shares(self._frames // self.num_envs, self._seconds) if made else None,
+        )
+
+    # --- saving ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on: counts, ids, random states, the policy's and the environments' own states.
+
+        Tensors are copies on the CPU. Environments of Gymnasium save their random generator, and what a
+        `state_dict` method of theirs returns; open episodes are not saved: a load begins new ones.
+        """
+        self._check_open()
+        state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **self._engine.state_dict()}
+        if isinstance(self.policy, nn.Module):
+            state["policy_state_dict"] = _on_cpu(self.policy.state_dict())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Goes on where `state_dict` was taken: exactly the remaining batches come, with new episodes.
+
+        Args:
+            state: what `state_dict` returned.
+            strict: the policy's weights must be there, and fit exactly.
+
+        Raises:
+            OptionError: a state of another number of lanes, or without weights for the policy.
+        """
+        self._check_open()
+        if isinstance(self.policy, nn.Module):
+            if "policy_state_dict" in state:
+                self.policy.load_state_dict(state["policy_state_dict"], strict=strict)
+            elif strict:
+                raise OptionError(
+                    "The state has no policy_state_dict, and the policy is a module (strict=False: fine)."
+                )
+        self._engine.load_state_dict(state)
+        self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
+
+    # --- lifecycle ---
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._state is _State.CLOSED
+
+    def shutdown(self) -> None:
+        """Closes the environments that the collector made. Safe to call again."""
+        if self._state is _State.CLOSED:
+            return
+        self._state = _State.CLOSED
+        self._abandoned.detach()
+        for error in self._lanes.close():
+            warnings.warn(f"An environment failed to close: {type(error).__name__}: {error}", stacklevel=2)
+
+    def _check_open(self) -> None:
+        if self._state is _State.CLOSED:
+            raise ClosedError(f"This {type(self).__name__} was shut down, and makes no more frames. Make a new one.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        path = "random actions" if self._plan is None else f"{self._plan.path} path: {self._plan.reason}"
+        return (
+            f"{type(self).__name__}(num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "
+            f"total_frames={self.total_frames}, collected_frames={self._frames}, policy=<{path}>, "
+            f"{self._state.value})"
+        )
+
+
+def _close_abandoned(lanes: Lanes, name: str) -> None:
+    warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
+    lanes.close()
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(part) for key, part in value.items()}
+    return value
+
+
+def _lane_indices(index: Any, num_lanes: int) -> list[int]:
+    if index is None:
+        return list(range(num_lanes))
+    if isinstance(index, slice):
+        return list(range(num_lanes))[index]
+    values = torch.as_tensor(index).reshape(-1)
+    if values.dtype is torch.bool:
+        if len(values) != num_lanes:
+            raise OptionError(f"reset takes one bool a lane: {num_lanes}, not {len(values)}.")
+        return [int(lane) for lane in values.nonzero()]
+    lanes = [int(lane) for lane in values]
+    if wrong := [lane for lane in lanes if not 0 <= lane < num_lanes]:
+        raise OptionError(f"There are lanes 0 to {num_lanes - 1}; reset was asked for lane {wrong[0]}.")
+    return sorted(set(lanes))
+
+
+def _signature(kinds: Sequence[type]) -> inspect.Signature:
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter("create_env_fn", positional),
+        inspect.Parameter("policy", positional, default=None),
+    ]
+    for name, field in option_fields(kinds).items():
+        default = field.default if _has_default(field) else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=field.type))
+    return inspect.Signature(parameters)
+
+
+def _described(kinds: Sequence[type]) -> str:
+    lines = []
+    for name, field in option_fields(kinds).items():
+        default = f" (default: {field.default!r})" if _has_default(field) else ""
+        lines.append(f"    {name}{default}: {field.metadata['doc']}")
+    return "\n".join(lines)
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING

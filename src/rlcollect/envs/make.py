@@ -1,0 +1,136 @@
+"""From what the user passed to N lanes: environments, made or taken, whose spaces agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+from gymnasium import spaces
+
+from rlcollect.errors import OptionError, SpaceError
+
+__all__ = ["EnvSource", "close_all", "lane_sources", "make_env", "spaces_agree"]
+
+Env = gym.Env[Any, Any]
+EnvSource = str | Callable[..., Env] | Env
+ACCEPTED = (
+    "an environment id, a callable that returns a gymnasium.Env, a gymnasium.Env, or a sequence of these "
+    "(one lane each)"
+)
+
+
+def lane_sources(
+    create_env_fn: EnvSource | Sequence[EnvSource],
+    num_envs: int | None,
+    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+) -> list[tuple[EnvSource, Mapping[str, Any]]]:
+    """What each lane is made of: a source and its keyword arguments.
+
+    Raises:
+        OptionError: a source of no known kind, one instance for several lanes, a sequence together with `num_envs`.
+    """
+    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+        if num_envs is not None:
+            raise OptionError(
+                f"create_env_fn is a sequence of {len(create_env_fn)}, one lane each, and num_envs={num_envs} was "
+                "given too. Leave num_envs out, or pass one maker."
+            )
+        sources = list(create_env_fn)
+    else:
+        sources = [create_env_fn] * (1 if num_envs is None else num_envs)
+    if not sources:
+        raise OptionError("create_env_fn is an empty sequence; it needs one maker a lane.")
+    for lane, source in enumerate(sources):
+        _check_source(lane, source, sources)
+    return list(zip(sources, _lane_kwargs(kwargs, len(sources)), strict=True))
+
+
+def _check_source(lane: int, source: object, sources: Sequence[object]) -> None:
+    if isinstance(source, gym.vector.VectorEnv):
+        raise OptionError(
+            "create_env_fn is a gymnasium.vector.VectorEnv; this release makes its own lanes. "
+            "Pass what makes one of its environments, with num_envs=."
+        )
+    if isinstance(source, gym.Env):
+        if (twin := next(i for i, other in enumerate(sources) if other is source)) != lane:
+            raise OptionError(
+                f"Lanes {twin} and {lane} are the same environment instance. Pass a callable that makes a new one."
+            )
+    elif not (isinstance(source, str) or callable(source)):
+        raise OptionError(f"create_env_fn must be {ACCEPTED}; lane {lane} is {source!r}.")
+
+
+def _lane_kwargs(
+    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, lanes: int
+) -> Sequence[Mapping[str, Any]]:
+    if kwargs is None:
+        return [{}] * lanes
+    if isinstance(kwargs, Mapping):
+        return [kwargs] * lanes
+    if len(kwargs) != lanes:
+        raise OptionError(f"create_env_kwargs has {len(kwargs)} entries, and there are {lanes} lanes.")
+    return kwargs
+
+
+def make_env(source: EnvSource, kwargs: Mapping[str, Any]) -> Env:
+    """One environment. An instance is taken as it is.
+
+    Raises:
+        OptionError: keyword arguments for an instance, or a callable that returned something else.
+    """
+    if isinstance(source, gym.Env):
+        if kwargs:
+            raise OptionError(f"create_env_kwargs={dict(kwargs)!r} were given for an environment instance.")
+        return source
+    env = gym.make(source, **kwargs) if isinstance(source, str) else source(**kwargs)
+    if isinstance(env, gym.vector.VectorEnv) or not isinstance(env, gym.Env):
+        raise OptionError(f"create_env_fn should return a gymnasium.Env; {source!r} returned {env!r}.")
+    return env
+
+
+def spaces_agree(envs: Sequence[Env]) -> None:
+    """Checks that observations of all lanes have one tensor form, and that their action spaces are equal.
+
+    Raises:
+        SpaceError: naming the first lane that differs from lane 0, and how.
+    """
+    first = envs[0]
+    for lane, env in enumerate(envs[1:], start=1):
+        for kind, ours, theirs, exact in (
+            ("observation", first.observation_space, env.observation_space, False),
+            ("action", first.action_space, env.action_space, True),
+        ):
+            if difference := _difference(ours, theirs, exact, kind):
+                raise SpaceError(f"All lanes need the same spaces; lane {lane} differs from lane 0: {difference}")
+
+
+def _difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name: str) -> str | None:
+    """Where two spaces differ: in structure, shape or dtype, and with `exact` in bounds too."""
+    if ours == theirs:
+        return None
+    if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
+        parts: dict[Any, gym.Space[Any]] = dict(ours.spaces)
+        others: dict[Any, gym.Space[Any]] = dict(theirs.spaces)
+    elif isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
+        parts, others = dict(enumerate(ours.spaces)), dict(enumerate(theirs.spaces))
+    else:
+        same_form = type(ours) is type(theirs) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        return None if same_form and not exact else f"{name} space {theirs} where lane 0 has {ours}."
+    if parts.keys() != others.keys():
+        return f"{name} space with the keys {list(others)} where lane 0 has {list(parts)}."
+    differences = (_difference(parts[key], others[key], exact, f"{name}[{key!r}]") for key in parts)
+    return next((difference for difference in differences if difference), None)
+
+
+def close_all(envs: Sequence[Env]) -> list[Exception]:
+    """Closes every environment, whatever the others do; the errors that came."""
+    return [error for env in envs if (error := _close(env)) is not None]
+
+
+def _close(env: Env) -> Exception | None:
+    try:
+        env.close()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,292 @@
+"""From Gymnasium spaces to tensors: which leaves a space has, how its values are written to rows and read from them.
+
+Nothing here steps an environment. Everything is worked out once, from the spaces; what the step loop uses are plain
+arrays, or objects that take `rows[lane] = observation` as an array does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rlcollect.errors import EnvError, OptionError, SpaceError
+from rlcollect.layout import Key, Leaf, numpy_dtype, show_key, torch_dtype
+
+__all__ = [
+    "ActionCodec",
+    "ObservationCodec",
+    "Rows",
+    "check_value",
+    "observation_codec",
+    "space_leaf",
+]
+
+Array = np.ndarray[Any, Any]
+Path = tuple[Any, ...]  # how to get from a raw observation to a leaf: dict keys and tuple indices
+
+TENSOR_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+ALWAYS_OURS = ("action", "reward", "done", "terminated", "truncated", "next", "collector")
+
+
+class Rows(Protocol):
+    """Takes raw observations: `rows[lane] = observation`, or `rows[lane, t] = observation`, as the arrays are."""
+
+    def __setitem__(self, place: Any, observation: Any, /) -> None: ...
+
+
+# --- leaves -----------------------------------------------------------------------------------------------------------
+
+
+def space_leaf(space: gym.Space[Any], key: Key) -> Leaf:
+    """The one tensor that a space without parts is stored as, in the space's own dtype.
+
+    Raises:
+        SpaceError: the space has no tensor form.
+    """
+    if not isinstance(space, TENSOR_SPACES):
+        raise SpaceError(
+            f"The space of {show_key(key)} has no tensor form: {space}. Supported are Box, Discrete, MultiDiscrete, "
+            f"MultiBinary, Dict and Tuple. Leave it out (exclude_keys=[{show_key(key)}]) or wrap the environment."
+        )
+    assert space.shape is not None
+    try:
+        return Leaf(key, tuple(space.shape), torch_dtype(np.dtype(space.dtype)))
+    except TypeError as error:
+        raise SpaceError(
+            f"The space of {show_key(key)} has dtype {space.dtype}, and torch has no such dtype. "
+            "Wrap the environment to give another."
+        ) from error
+
+
+def _walk(space: gym.Space[Any], key: Key, path: Path) -> Iterator[tuple[gym.Space[Any], Key, Path]]:
+    """The parts of a space that have no parts themselves: with the key they are stored under, and the way there."""
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            yield from _walk(part, (*key, str(name)), (*path, name))
+    elif isinstance(space, spaces.Tuple):
+        for index, part in enumerate(space.spaces):
+            yield from _walk(part, (*key, str(index)), (*path, index))
+    else:
+        yield space, key, path
+
+
+def _starts_with(key: Key, prefix: Key) -> bool:
+    return key[: len(prefix)] == prefix
+
+
+def _check_known(option: str, asked: Sequence[Key], keys: Sequence[Key]) -> None:
+    for prefix in asked:
+        if not any(_starts_with(key, prefix) for key in keys):
+            names = [show_key(key) for key in keys]
+            near = difflib.get_close_matches(show_key(prefix), names, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
+            raise OptionError(f"{option} names {show_key(prefix)}, which the observation space does not have. {hint}")
+
+
+def _renamed(key: Key, renames: Mapping[Key, Key]) -> Key:
+    for old in sorted(renames, key=len, reverse=True):
+        if _starts_with(key, old):
+            return (*renames[old], *key[len(old) :])
+    return key
+
+
+def _check_names(keys: Sequence[Key], ours: Sequence[str]) -> None:
+    for i, key in enumerate(keys):
+        if key[0] in ours:
+            raise SpaceError(
+                f"The observation space has a key {show_key(key)}, which is a name of ours. "
+                f"Give it another: rename_keys={{{show_key(key)}: ...}}."
+            )
+        for other in keys[:i]:
+            if _starts_with(key, other) or _starts_with(other, key):
+                raise SpaceError(
+                    f"Two parts of the observation space would be stored under {show_key(other)} and {show_key(key)}. "
+                    "Rename one with rename_keys=."
+                )
+
+
+# --- observations -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ObservationCodec:
+    """How raw observations are stored.
+
+    Attributes:
+        leaves: the tensors of one observation.
+        paths: for each leaf, the way to it in a raw observation.
+    """
+
+    leaves: tuple[Leaf, ...]
+    paths: tuple[Path, ...]
+
+    def rows(self, arrays: Mapping[Key, Array]) -> Rows:
+        """One object to store observations in, over arrays `[N, *shape]` or `[N, T, *shape]`, one a leaf."""
+        if self.paths == ((),):
+            return arrays[self.leaves[0].key]
+        return _NestedRows([(path, arrays[leaf.key]) for leaf, path in zip(self.leaves, self.paths, strict=True)])
+
+    def check(self, observation: Any) -> None:
+        """Holds one raw observation against the space: structure, shapes, dtypes; not the bounds.
+
+        Raises:
+            EnvError: naming the key, what was expected and what came.
+        """
+        for leaf, path in zip(self.leaves, self.paths, strict=True):
+            value = observation
+            for part in path:
+                try:
+                    value = value[part]
+                except (KeyError, IndexError, TypeError) as error:
+                    raise EnvError(
+                        f"The observation lacks {show_key(leaf.key)}, which its space has; it is {_describe(value)}."
+                    ) from error
+            check_value(f"The observation {show_key(leaf.key)}", value, leaf)
+
+
+class _NestedRows:
+    """Rows of an observation with parts; takes observations as a plain array does."""
+
+    __slots__ = ("_leaves",)
+
+    def __init__(self, leaves: list[tuple[Path, Array]]) -> None:
+        self._leaves = leaves
+
+    def __setitem__(self, place: Any, observation: Any) -> None:
+        for path, array in self._leaves:
+            value = observation
+            for part in path:
+                value = value[part]
+            array[place] = value
+
+
+def observation_codec(
+    space: gym.Space[Any],
+    *,
+    exclude: Sequence[Key] = (),
+    rename: Mapping[Key, Key] | None = None,
+    ours: Sequence[str] = (),
+    keep_float64: bool = False,
+    action_mask: Leaf | None = None,
+) -> ObservationCodec:
+    """Plans how observations of `space` are stored.
+
+    Args:
+        space: the observation space of one lane.
+        exclude: keys (or prefixes of keys) to leave out.
+        rename: new names, by key or prefix.
+        ours: names that a key may not have, beside those that are always ours.
+        keep_float64: leave float64 as it is; else it becomes torch's default float.
+        action_mask: stored beside the observation; raw observations are then pairs `(observation, mask)`.
+
+    Raises:
+        SpaceError: a part without tensor form, a key that is one of ours, or no key at all.
+        OptionError: `exclude` or `rename` name what is not there.
+    """
+    root: Key = () if isinstance(space, spaces.Dict) else ("observation",)
+    parts = list(_walk(space, root, ()))
+    keys = [key for _, key, _ in parts]
+    _check_known("exclude_keys", exclude, keys)
+    _check_known("rename_keys", list(rename or {}), keys)
+    kept = [part for part in parts if not any(_starts_with(part[1], prefix) for prefix in exclude)]
+    if not kept:
+        raise SpaceError(f"Nothing is left of the observation space {space}.")
+    leaves = [space_leaf(part, _renamed(key, rename or {})) for part, key, _ in kept]
+    paths = [path for _, _, path in kept]
+    if not keep_float64:
+        leaves = [
+            Leaf(leaf.key, leaf.shape, torch.get_default_dtype()) if leaf.dtype == torch.float64 else leaf
+            for leaf in leaves
+        ]
+    _check_names([leaf.key for leaf in leaves], [*ALWAYS_OURS, *ours])
+    if action_mask is not None:
+        paths = [(0, *path) for path in paths]
+        leaves, paths = [*leaves, action_mask], [*paths, (1,)]
+    return ObservationCodec(tuple(leaves), tuple(paths))
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+Decoder = Callable[[Sequence[Array]], Sequence[Any]]
+
+
+class ActionCodec:
+    """How actions are stored, and given to the environments.
+
+    Attributes:
+        space: the action space of one lane.
+        leaves: the tensors of one action, under "action".
+        decode: from rows `[N, *shape]`, one a leaf, to the N actions that the environments receive, in the form that
+            `space.sample()` has: scalars and arrays of the space's dtype that nobody else holds, in dicts and tuples.
+
+    Raises:
+        SpaceError: a part of the space has no tensor form.
+    """
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        self.space = space
+        self.parts = tuple(part for part, _, _ in _walk(space, ("action",), ()))
+        self.leaves = tuple(_action_leaf(part, key) for part, key, _ in _walk(space, ("action",), ()))
+        if not self.leaves:
+            raise SpaceError(f"The action space {space} has no parts.")
+        self.decode = _decoder(space, iter(range(len(self.leaves))))
+
+
+def _action_leaf(space: gym.Space[Any], key: Key) -> Leaf:
+    leaf = space_leaf(space, key)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return Leaf(key, leaf.shape, torch.int64)
+    if leaf.dtype.is_floating_point:
+        return Leaf(key, leaf.shape, torch.float32)
+    return leaf
+
+
+def _decoder(space: gym.Space[Any], indices: Iterator[int]) -> Decoder:
+    if isinstance(space, spaces.Dict):
+        parts = {name: _decoder(part, indices) for name, part in space.spaces.items()}
+        return lambda rows: [
+            dict(zip(parts, values, strict=True)) for values in zip(*(d(rows) for d in parts.values()), strict=True)
+        ]
+    if isinstance(space, spaces.Tuple):
+        decoders = [_decoder(part, indices) for part in space.spaces]
+        return lambda rows: list(zip(*(decode(rows) for decode in decoders), strict=True))
+    index, dtype = next(indices), np.dtype(space.dtype)
+    if isinstance(space, spaces.Discrete) and dtype == np.int64:
+        return lambda rows: list(rows[index])  # scalars, nothing to share; the stored ones have the dtype already
+    return lambda rows: list(rows[index].astype(dtype))
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_value(what: str, value: Any, leaf: Leaf) -> None:
+    """Holds one value against the leaf it is stored as.
+
+    Raises:
+        EnvError: another shape, or a dtype that loses meaning when cast (float to int, text).
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # ragged
+        raise EnvError(f"{what} should be {leaf}; it has no array form: {error}.") from error
+    if array.shape != leaf.shape:
+        raise EnvError(f"{what} should have shape {list(leaf.shape)}; {_describe(value)} came.")
+    wanted = numpy_dtype(leaf.dtype)
+    if not np.can_cast(array.dtype, wanted, "same_kind") and not (wanted.kind == "u" and array.dtype.kind == "i"):
+        raise EnvError(f"{what} should have dtype {wanted}; {_describe(value)} came.")
+
+
+def _describe(value: Any) -> str:
+    """What came, in a few words: arrays by shape and dtype, the rest by type."""
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {list(value)}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {list(value.shape)} and dtype {value.dtype}"
+    return f"{value!r} ({type(value).__name__})"

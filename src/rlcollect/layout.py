@@ -1,0 +1,92 @@
+"""Which tensors a rollout holds, and how they lie in one block of memory.
+
+A `Leaf` is one tensor of one frame: key, shape, dtype. A `Layout` carves a block of bytes into the tensors of a
+rollout, `[*lead, *shape]` each, aligned to cache lines. It knows nothing of environments or policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Key", "Layout", "Leaf", "numpy_dtype", "show_key", "torch_dtype"]
+
+Key = tuple[str, ...]
+ALIGNMENT = 64
+
+
+def show_key(key: Key) -> str:
+    """A key as the user would write it: `"a"` or `("a", "b")`."""
+    return repr(key[0]) if len(key) == 1 else repr(key)
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The torch dtype of a numpy dtype.
+
+    Raises:
+        TypeError: torch has none.
+    """
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The numpy dtype of a torch dtype.
+
+    Raises:
+        TypeError: numpy has none (bfloat16).
+    """
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of one frame."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def under(self, *prefix: str) -> Leaf:
+        """The same leaf below `prefix`."""
+        return Leaf((*prefix, *self.key), self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{show_key(self.key)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Layout:
+    """An ordered set of leaves; what a rollout's memory is carved by."""
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        self.leaves = tuple(leaves)
+        self._frame_bytes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves]
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(self.leaves)
+
+    def nbytes(self, *lead: int) -> int:
+        """Bytes that `carve` needs for these leading dimensions."""
+        frames = math.prod(lead)
+        return sum(_aligned(size * frames) for size in self._frame_bytes)
+
+    def carve(self, block: np.ndarray[Any, Any], *lead: int) -> dict[Key, torch.Tensor]:
+        """Tensors `[*lead, *shape]` that share the memory of `block` (uint8), and keep it alive."""
+        tensors, offset, frames = {}, 0, math.prod(lead)
+        for leaf, size in zip(self.leaves, self._frame_bytes, strict=True):
+            shape = (*lead, *leaf.shape)
+            if size * frames:
+                flat = torch.frombuffer(block, dtype=leaf.dtype, count=math.prod(shape), offset=offset)
+                tensors[leaf.key] = flat.view(shape)
+            else:
+                tensors[leaf.key] = torch.empty(shape, dtype=leaf.dtype)
+            offset += _aligned(size * frames)
+        return tensors
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,245 @@
+"""The options of a collector: each declared, documented and checked in this file, and nowhere else.
+
+Four frozen value objects carry them through the house: `What` to collect, `Where` the frames are made, `How` actions
+are chosen, and the `Sink` that takes the batches. A collector's flat constructor is made from their fields
+(`collectors.base`). To add an option: a field here, its use in the room that needs it, a test.
+
+This module knows no room of the house; it checks values, not environments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import gymnasium as gym
+import torch
+from tensordict.nn import InteractionType
+
+from rlcollect.errors import OptionError
+
+__all__ = ["ExplorationType", "How", "Sink", "What", "Where", "option_fields", "parse_options"]
+
+ExplorationType: TypeAlias = InteractionType
+
+NestedKey = str | tuple[str, ...]
+RECORDABLE = ("is_init", "step_count", "worker")
+
+
+def _option(doc: str, default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def _positive(name: str, value: object) -> int:
+    """`value` as a positive int, whatever integer type it came as."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise OptionError(f"{name} must be a positive integer, not {value!r}.")
+    return number
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r}.")
+
+
+def _keys(name: str, value: Iterable[NestedKey]) -> tuple[tuple[str, ...], ...]:
+    """Keys as tuples; a single string is one key."""
+    keys = [value] if isinstance(value, str) else list(value)
+    tuples = tuple((key,) if isinstance(key, str) else tuple(key) for key in keys)
+    for key in tuples:
+        if not key or not all(isinstance(part, str) for part in key):
+            raise OptionError(f"{name} takes strings or tuples of strings, not {key!r}.")
+    return tuples
+
+
+@dataclass(frozen=True, kw_only=True)
+class What:
+    """What to collect: how many frames, where episodes are cut, which keys a batch holds."""
+
+    frames_per_batch: int = _option(
+        "Frames in a batch, over all lanes. Rounded up to a multiple of the lanes, with a warning."
+    )
+    total_frames: int = _option(
+        "Frames after which the collector is exhausted, -1 for never. Exact: the last batch is shorter in time.", -1
+    )
+    max_frames_per_traj: int | None = _option(
+        "Frames after which an episode is truncated and its lane (alone) reset. Adds `step_count`. None: no limit.",
+        None,
+    )
+    init_random_frames: int | None = _option(
+        "Frames, over all lanes, whose actions are random before the policy takes over. None, -1 and 0 mean none.",
+        None,
+    )
+    reset_at_each_iter: bool = _option("Reset every lane at the start of each batch.", False)
+    set_truncated: bool = _option(
+        "Mark the last frame of each lane of the delivered batch as truncated (and done). The episode goes on.", False
+    )
+    track_traj_ids: bool = _option('Record ("collector", "traj_ids").', True)
+    record: Sequence[str] = _option('Optional keys to record: "is_init", "step_count", "worker".', ())
+    info_keys: Sequence[NestedKey] | Mapping[NestedKey, gym.Space[Any] | None] = _option(
+        'Entries of the info to record under ("next", "info", key): names, or a mapping from names to the space that '
+        "states their form (None: as the first reset shows it, else a float32 scalar). Where the env leaves one out "
+        "the row holds NaN (floats), -1 (signed integers), 0 (unsigned) or False.",
+        (),
+    )
+    rename_keys: Mapping[NestedKey, NestedKey] | None = _option(
+        "New names for keys of the observation space, for those that are names of ours.", None
+    )
+    exclude_keys: Sequence[NestedKey] = _option("Keys of the observation space to leave out.", ())
+    obs_dtype: Literal["env"] | None = _option(
+        'None: float64 observations become torch\'s default float. "env": they stay as the space has them.', None
+    )
+    reset_options: Mapping[str, Any] | Callable[[int, int, dict[str, Any]], Mapping[str, Any] | None] | None = _option(
+        "Options for the reset of EVERY episode: a mapping, or a callable of the lane, the number of the lane's "
+        "episode (from 0) and the info of the step that ended the episode before (empty at first).",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "frames_per_batch", _positive("frames_per_batch", self.frames_per_batch))
+        if self.total_frames != -1:
+            set_field(self, "total_frames", _positive("total_frames (if not -1, for endless)", self.total_frames))
+        if self.max_frames_per_traj in (0, -1):  # TorchRL's words for "no limit"
+            set_field(self, "max_frames_per_traj", None)
+        if self.max_frames_per_traj is not None:
+            set_field(self, "max_frames_per_traj", _positive("max_frames_per_traj", self.max_frames_per_traj))
+        if self.init_random_frames in (0, -1):
+            set_field(self, "init_random_frames", None)
+        if self.init_random_frames is not None:
+            set_field(self, "init_random_frames", _positive("init_random_frames", self.init_random_frames))
+        for name in ("reset_at_each_iter", "set_truncated", "track_traj_ids"):
+            _flag(name, getattr(self, name))
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        set_field = object.__setattr__
+        record = (self.record,) if isinstance(self.record, str) else tuple(self.record)
+        if unknown := [key for key in record if key not in RECORDABLE]:
+            raise OptionError(f"record takes {', '.join(map(repr, RECORDABLE))}, not {unknown[0]!r}.")
+        set_field(self, "record", record)
+        set_field(self, "exclude_keys", _keys("exclude_keys", self.exclude_keys))
+        set_field(self, "info_keys", self.info_forms)
+        if self.rename_keys is not None:
+            old, new = _keys("rename_keys", self.rename_keys), _keys("rename_keys", self.rename_keys.values())
+            set_field(self, "rename_keys", dict(zip(old, new, strict=True)))
+        if self.obs_dtype not in (None, "env"):
+            raise OptionError(f'obs_dtype must be None or "env", not {self.obs_dtype!r}.')
+        if not (self.reset_options is None or isinstance(self.reset_options, Mapping) or callable(self.reset_options)):
+            raise OptionError(f"reset_options must be a mapping or a callable, not {self.reset_options!r}.")
+
+    @property
+    def info_forms(self) -> dict[tuple[str, ...], gym.Space[Any] | None]:
+        """The entries to record; None: in the form that the first reset shows."""
+        keys = _keys("info_keys", self.info_keys)
+        forms = self.info_keys.values() if isinstance(self.info_keys, Mapping) else [None] * len(keys)
+        return dict(zip(keys, forms, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where the frames are made and kept: lanes, environments' arguments, devices."""
+
+    num_envs: int | None = _option(
+        "Lanes made of one maker: batches are [N, T]. None: one lane, and batches are [T].", None
+    )
+    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
+        "Keyword arguments for the maker (or for `gymnasium.make`): one mapping, or one for each lane.", None
+    )
+    storing_device: torch.device | str | int | None = _option(
+        "Device of the delivered batches. None: where they were made, the CPU.", None
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_envs is not None:
+            object.__setattr__(self, "num_envs", _positive("num_envs", self.num_envs))
+        if self.storing_device is not None:
+            try:
+                device = torch.device(self.storing_device)
+            except (RuntimeError, TypeError) as error:
+                raise OptionError(f"storing_device: {self.storing_device!r} is no torch device.") from error
+            object.__setattr__(self, "storing_device", device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How actions are chosen, and who may stop a rollout."""
+
+    exploration_type: ExplorationType = _option(
+        "Exploration during collection; the process-wide setting is left as it was found.", ExplorationType.RANDOM
+    )
+    interruptor: Any = _option(
+        "An object with `start_collection()`, `stop_collection()` and `collection_stopped()`: asked after each step; "
+        "a rollout that it stops is delivered short.",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exploration_type, InteractionType):
+            raise OptionError(f"exploration_type must be an ExplorationType, not {self.exploration_type!r}.")
+        verbs = ("start_collection", "stop_collection", "collection_stopped")
+        lacking = [verb for verb in verbs if not callable(getattr(self.interruptor, verb, None))]
+        if self.interruptor is not None and lacking:
+            raise OptionError(f"interruptor {self.interruptor!r} lacks the method {lacking[0]!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink:
+    """What is done with a finished batch."""
+
+    postproc: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = _option(
+        "A callable, or several in order, from batch to batch, after `split_trajs`.", None
+    )
+    split_trajs: bool = _option("Deliver padded trajectories (`split_trajectories`).", False)
+    return_same_td: bool = _option(
+        "Deliver the same TensorDict each time, its contents overwritten by the next.", False
+    )
+    use_buffers: bool = _option("Reuse the memory of batches that were let go. False: new memory for each batch.", True)
+
+    def __post_init__(self) -> None:
+        for name in ("split_trajs", "return_same_td", "use_buffers"):
+            _flag(name, getattr(self, name))
+        given = self.postproc
+        steps = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+        if wrong := [step for step in steps if not callable(step)]:
+            raise OptionError(f"postproc must be a callable or a list of callables; {wrong[0]!r} is not callable.")
+        object.__setattr__(self, "postproc", steps)
+        if self.return_same_td and (self.split_trajs or not self.use_buffers):
+            other = "split_trajs=True" if self.split_trajs else "use_buffers=False"
+            raise OptionError(f"return_same_td=True does not go with {other}: that makes a new TensorDict each time.")
+
+
+def option_fields(kinds: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
+    """Every option of these value objects, by name, in the order they are declared."""
+    return {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+
+
+def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -> dict[type, Any]:
+    """Sorts what the user wrote into value objects.
+
+    Args:
+        owner: the collector's name, for errors.
+        kinds: the value objects that it takes.
+        given: the keyword arguments.
+
+    Raises:
+        OptionError: an option that is not known (with the nearest name), is missing, or has a wrong value.
+    """
+    known = option_fields(kinds)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
+            raise OptionError(f"{owner} has no option {name!r}.{hint}")
+    for name, field in known.items():
+        if field.default is dataclasses.MISSING and name not in given:
+            raise OptionError(f"{owner} needs {name}=: {field.metadata['doc']}")
+    return {kind: kind(**{name: given[name] for name in option_fields([kind]) if name in given}) for kind in kinds}

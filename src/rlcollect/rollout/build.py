@@ -1,0 +1,172 @@
+"""From options to an engine: lanes are made and reset, the policy is planned and called once, memory is laid out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlcollect.envs.lanes import Lanes
+from rlcollect.envs.make import EnvSource, lane_sources
+from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
+from rlcollect.layout import Layout, Leaf
+from rlcollect.memory.slots import SameSlot, SlotSource
+from rlcollect.options import How, Sink, What, Where
+from rlcollect.rollout.actors import MASK, PolicyActor, RandomActor
+from rlcollect.rollout.engine import Engine
+from rlcollect.rollout.plan import Plan, plan_policy
+from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
+
+__all__ = ["RandomPolicy", "build_engine", "make_lanes", "whole_steps"]
+
+
+class RandomPolicy:
+    """Stands for random actions in the bounds of the action space, as `policy=None` does."""
+
+    def __repr__(self) -> str:
+        return "RandomPolicy()"
+
+
+def make_lanes(create_env_fn: EnvSource | Sequence[EnvSource], what: What, where: Where, *, worker: int = 0) -> Lanes:
+    """Makes and resets the lanes of a worker.
+
+    Raises:
+        OptionError, SpaceError, EnvError: they do not fit.
+        What a maker, a constructor or a first reset raises, from a `WorkerError`.
+    """
+    sources = lane_sources(create_env_fn, where.num_envs, where.create_env_kwargs)
+    return Lanes(sources, what, _optional_names(what), worker)
+
+
+def build_engine(
+    lanes: Lanes, policy: Any, what: What, where: Where, how: How, sink: Sink, *, steps: int, worker: int = 0
+) -> tuple[Engine, Plan | None]:
+    """An engine over these lanes, and the plan of the policy (None: actions are random).
+
+    Args:
+        lanes: made by `make_lanes`.
+        policy: what the user passed.
+        what: limits and marks.
+        where: how many lanes.
+        how: exploration, interruptor.
+        sink: what memory is used for batches.
+        steps: T of a full rollout.
+        worker: number of the worker.
+    """
+    batched = where.num_envs is not None or lanes.num_lanes > 1
+    num_lanes = lanes.num_lanes if batched else None
+    plan = None
+    if not (policy is None or isinstance(policy, RandomPolicy)):
+        plan = _planned(policy, lanes, num_lanes, what)
+    layout = Layout(_leaves(lanes, plan, what))
+    source = SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers)
+    seed = torch.initial_seed()
+    engine = Engine(
+        lanes,
+        SameSlot(source) if sink.return_same_td else source,
+        policy=None if plan is None else PolicyActor(plan, len(lanes.action_leaves), batched=batched),
+        random=_random_actor(
+            lanes, action_generator(seed, worker), needed=plan is None or bool(what.init_random_frames)
+        ),
+        what=what,
+        how=how,
+        stream=TorchStream(torch_seed(seed, worker)),
+        worker=worker,
+    )
+    return engine, plan
+
+
+def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What) -> Plan:
+    """The policy's plan; its probe leaves random states and module buffers as they were."""
+    observation = {
+        key: torch.from_numpy(array if num_lanes is not None else array[0]).clone()
+        for key, array in lanes.current.items()
+    }
+    ours = _optional_names(what)
+    with untouched_randomness(), _UntouchedBuffers(policy):
+        return plan_policy(
+            policy, observation, lanes.action_codec, num_lanes=num_lanes, whole=lanes.whole_key, ours=ours
+        )
+
+
+class _UntouchedBuffers:
+    """Puts the buffers of a module back as they were."""
+
+    def __init__(self, policy: Any) -> None:
+        modules = policy.modules() if isinstance(policy, nn.Module) else ()
+        self._saved = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for module, name, buffer, before in self._saved:
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+                module._buffers[name] = buffer
+
+
+def _random_actor(lanes: Lanes, generator: np.random.Generator, *, needed: bool) -> RandomActor:
+    codec = lanes.action_codec
+    mask = next((leaf for leaf in lanes.leaves if leaf.key == MASK), None)
+
+    def make(generator: np.random.Generator) -> ActionSampler | MaskedActionSampler:
+        if mask is None or not needed:
+            return ActionSampler(codec, lanes.num_lanes, generator)
+        return MaskedActionSampler(codec, mask, lanes.num_lanes, generator)
+
+    return RandomActor(make, generator, [leaf.key for leaf in codec.leaves])
+
+
+def _recorded(what: What) -> set[str]:
+    return {*what.record, *(["step_count"] if what.max_frames_per_traj is not None else [])}
+
+
+def _optional_names(what: What) -> list[str]:
+    return [name for name in ("is_init", "step_count") if name in _recorded(what)]
+
+
+def _leaves(lanes: Lanes, plan: Plan | None, what: What) -> list[Leaf]:
+    """Every tensor of a frame, in the order of a batch."""
+    outputs = lanes.action_leaves if plan is None else plan.outputs
+    flags = [Leaf((name,), (1,), torch.bool) for name in ("done", "terminated", "truncated")]
+    recorded = _recorded(what)
+    count = [Leaf(("step_count",), (1,), torch.int64)] if "step_count" in recorded else []
+    first = [Leaf(("is_init",), (1,), torch.bool)] if "is_init" in recorded else []
+    after = [*lanes.leaves, Leaf(("reward",), (1,), torch.float32), *flags, *count]
+    marks = [Leaf(("policy_version",), (), torch.int64)]
+    if what.track_traj_ids:
+        marks.insert(0, Leaf(("traj_ids",), (), torch.int64))
+    if "worker" in recorded:
+        marks.append(Leaf(("worker",), (), torch.int64))
+    return [
+        *lanes.leaves,
+        *outputs,
+        *flags,
+        *first,
+        *count,
+        *(leaf.under("next") for leaf in after),
+        *lanes.info_leaves,
+        *(leaf.under("collector") for leaf in marks),
+    ]
+
+
+def whole_steps(name: str, frames: int, lanes: int) -> int:
+    """Steps of all lanes that make `frames` frames; one warning where that is rounded up."""
+    steps = math.ceil(frames / lanes)
+    if steps * lanes != frames:
+        warnings.warn(
+            f"{name}={frames} is not a multiple of the {lanes} lanes; it is rounded up to {steps * lanes}.",
+            stacklevel=2,
+        )
+    return steps

@@ -1,0 +1,302 @@
+"""Policy and driver make rollouts: the only step loop of the package.
+
+A rollout is cut into *stretches* in which nothing needs deciding, and the loop runs one stretch after the other. What
+has to happen between two steps (an episode's limit, the end of a warm-up, a sampled step, an interruptor) ends a
+stretch; so the loop holds no question. It knows no workers, sinks or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import set_interaction_type
+
+from rlcollect.errors import OptionError
+from rlcollect.failures import relayed
+from rlcollect.interfaces import Actor, EnvDriver, Interruptor
+from rlcollect.layout import Key
+from rlcollect.memory.slots import Slot
+from rlcollect.options import How, What
+from rlcollect.rollout.actors import MixedActor, PolicyActor, RandomActor
+from rlcollect.rollout.episodes import Episodes
+from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
+from rlcollect.rollout.timing import StepSampler
+
+__all__ = ["Engine"]
+
+Array = np.ndarray[Any, Any]
+RANDOM_VERSION = -1
+
+
+class Memory(Protocol):
+    """Gives the memory of a rollout."""
+
+    def take(self, steps: int) -> Slot:
+        """Memory for so many steps."""
+
+
+class Engine:
+    """Makes rollouts.
+
+    Attributes:
+        policy_version: written on every frame whose action the policy computes.
+        warmup_left: int64 `[N]`, random frames that each lane still has to make.
+        steps: steps of every lane made so far.
+        episodes: bookkeeping of the lanes' episodes.
+        sampler: where the time went.
+        stream: the torch stream of stochastic policies.
+
+    Args:
+        driver: steps the environments.
+        memory: gives the memory of each rollout.
+        policy: computes actions; None: they are random.
+        random: draws actions, for warm-up or for good.
+        what: limits and marks.
+        how: exploration, interruptor.
+        stream: the torch stream of stochastic policies.
+        worker: number of the worker, for errors and ids.
+    """
+
+    def __init__(
+        self,
+        driver: EnvDriver,
+        memory: Memory,
+        *,
+        policy: PolicyActor | None,
+        random: RandomActor,
+        what: What,
+        how: How,
+        stream: TorchStream,
+        worker: int = 0,
+    ) -> None:
+        self.policy_version = 0
+        self.steps = 0
+        self.episodes = Episodes(driver.num_lanes, prefix=worker)
+        self.sampler = StepSampler()
+        self.stream = stream
+        self.warmup_left = _shares(what.init_random_frames or 0, driver.num_lanes)
+        self._driver = driver
+        self._memory = memory
+        self._policy = policy
+        self._random = random
+        self._how = how
+        self._worker = worker
+        self._set_truncated = what.set_truncated
+        self._limit = what.max_frames_per_traj
+        self._interruptor: Interruptor | None = how.interruptor
+        self._mixed: MixedActor | None = None
+        self._births = np.zeros(driver.num_lanes, np.int64)  # the step with which each open episode began
+        self._seen_ends = 0
+        self._reset_at_each_iter = what.reset_at_each_iter
+        self._due: set[int] = set()  # lanes to be reset before the next rollout
+        self._seeds: dict[int, int] = {}  # for the next reset of a lane
+
+    # --- a rollout ---
+
+    def rollout(self, steps: int) -> TensorDict:
+        """Makes `steps` steps of every lane, or fewer if the interruptor says so; at least one.
+
+        Returns:
+            The frames, `[N, T]`, or `[T]` for a single lane.
+
+        Raises:
+            What an environment or the policy raised, from a `WorkerError`.
+        """
+        self._prepare()
+        slot = self._memory.take(steps)
+        try:
+            self._bind(slot, steps)
+            with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
+                made = self._run(steps)
+            self._driver.finish(made)
+            self._fill(slot.arrays, made)
+            self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
+        except BaseException:
+            self._due = set(range(self._driver.num_lanes))  # this rollout is lost: a CUT
+            raise
+        finally:
+            self._release()
+        self.steps += made
+        self.warmup_left = np.maximum(self.warmup_left - made, 0)
+        return slot.batch(made)
+
+    def _bind(self, slot: Slot, steps: int) -> None:
+        self._driver.bind(slot.arrays)
+        warmup = int(self.warmup_left.max())
+        if self._policy is not None:
+            self._policy.bind(slot, steps)
+            if warmup:
+                self._policy.blank(slot)
+        if self._policy is None or warmup:
+            self._random.bind(slot, steps)
+        if self._policy is not None and warmup:
+            self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
+        self._seen_ends = 0
+
+    def _release(self) -> None:
+        if self._policy is not None:
+            self._policy.release()
+        self._mixed = None
+
+    def _run(self, steps: int) -> int:
+        t = 0
+        while t < steps:
+            actor, stop = self._stretch(t, steps)
+            if self.sampler.countdown == 0:
+                stop = t + 1
+                with self._located(t):
+                    self.sampler.step(t, actor, self._driver)
+            else:
+                stop = min(stop, t + self.sampler.countdown)
+                self._loop(actor, t, stop)
+                self.sampler.countdown -= stop - t
+            t = stop
+            if self._limit is not None:
+                self._truncate(t, self._limit)
+            if self._interruptor is not None and self._interruptor.collection_stopped():
+                break
+        return t
+
+    def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
+        """Who acts from step t on, and the step before which something needs deciding."""
+        stop = t + 1 if self._interruptor is not None else steps
+        if self._limit is not None:
+            stop = min(stop, int(self._births.min()) + self._limit - self.steps)
+        if self._policy is None:
+            return self._random, stop
+        random_in_all, random_in_some = int(self.warmup_left.min()), int(self.warmup_left.max())
+        if t < random_in_all:
+            return self._random, min(stop, random_in_all)
+        if t < random_in_some:
+            assert self._mixed is not None
+            return self._mixed, min(stop, random_in_some)
+        return self._policy, stop
+
+    def _loop(self, actor: Actor, start: int, stop: int) -> None:
+        """The step loop: act, write, step."""
+        observations, call, write, step = actor.observations, actor.call, actor.write, self._driver.step
+        t = start
+        try:
+            for t in range(start, stop):
+                step(t, write(t, call(*observations[t])))
+        except BaseException as error:
+            raise self._relayed(error, t)  # noqa: B904 - it has a cause of its own
+
+    @contextmanager
+    def _located(self, t: int) -> Iterator[None]:
+        """What is raised inside comes out with who and where: the same as in the loop, where it would cost."""
+        try:
+            yield
+        except BaseException as error:
+            raise self._relayed(error, t)  # noqa: B904 - it has a cause of its own
+
+    def _truncate(self, t: int, limit: int) -> None:
+        """Ends the episodes that have reached their limit with frame t - 1."""
+        ends = self._driver.ends
+        for end, lane in ends[self._seen_ends :]:
+            self._births[lane] = self.steps + end + 1
+        due = np.flatnonzero(self._births + limit <= self.steps + t).tolist()
+        if due:
+            with self._located(t - 1):
+                self._driver.truncate(t - 1, due)
+            self._births[due] = self.steps + t
+        self._seen_ends = len(ends)
+
+    def _fill(self, arrays: Mapping[Key, Array], made: int) -> None:
+        """What follows from the frames, for all of them at once."""
+        for name in ("terminated", "truncated", "done"):
+            arrays[name,].fill(False)  # ended lanes were reset at once
+        next_done, truncated = arrays["next", "done"], arrays["next", "truncated"]
+        if self._set_truncated:
+            truncated[:, made - 1] = True
+        np.logical_or(arrays["next", "terminated"], truncated, out=next_done)
+        versions = arrays["collector", "policy_version"]
+        versions.fill(RANDOM_VERSION if self._policy is None else self.policy_version)
+        if self._policy is not None and self.warmup_left.any():
+            versions[:, :made][np.arange(made) < self.warmup_left[:, None]] = RANDOM_VERSION
+        if (key := ("collector", "worker")) in arrays:
+            arrays[key].fill(self._worker)
+        self.episodes.fill(arrays, made, self._driver.ends)
+
+    # --- between rollouts ---
+
+    def reset(
+        self, lanes: Sequence[int], seeds: Sequence[int] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begins a new episode in these lanes: a CUT. Seeds that wait for their lane's next reset are used up."""
+        if seeds is None and any(lane in self._seeds for lane in lanes):
+            for lane in lanes:
+                self._reset([lane], self._seeds.pop(lane, None), kwargs)
+        else:
+            self._reset(lanes, seeds, kwargs)
+
+    def _prepare(self) -> None:
+        """Resets what is due before a rollout."""
+        if self._reset_at_each_iter:
+            self._due |= set(np.flatnonzero(self.episodes.ages).tolist())
+        if self._due:
+            self.reset(sorted(self._due))
+
+    def _reset(self, lanes: Sequence[int], seeds: Any, kwargs: Mapping[str, Any] | None) -> None:
+        with self._located(0):
+            self._driver.reset(lanes, [seeds] if isinstance(seeds, int) else seeds, kwargs)
+        self.episodes.cut(lanes)
+        self._births[list(lanes)] = self.steps
+        self._due -= set(lanes)
+
+    def seed(self, seed: int | Sequence[int], *, static: bool = False) -> None:
+        """Seeds the lanes, at their next reset, which comes with the next rollout; the policy's and random streams now.
+
+        Args:
+            seed: one integer, whose children seed the lanes; or one seed a lane, used as they are.
+            static: every lane gets the same child.
+        """
+        lanes = range(self._driver.num_lanes)
+        if isinstance(seed, Sequence):
+            self._seeds = dict(zip(lanes, seed, strict=True))
+        else:
+            self._seeds = {lane: lane_seed(seed, self._worker, 0 if static else lane) for lane in lanes}
+        self._due = set(lanes)
+        self.stream = TorchStream(torch_seed(seed, self._worker))
+        self._random.reseed(action_generator(seed, self._worker))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, ids and random states, and what the environments can save of themselves."""
+        return {
+            "env_state_dict": self._driver.state_dict(),
+            "episodes": self.episodes.state_dict(),
+            "random": {"torch": self.stream.state.clone(), "actions": self._random.sampler.state_dict()},
+            "seeds": dict(self._seeds),
+            "policy_version": self.policy_version,
+            "steps": self.steps,
+            "warmup_left": self.warmup_left.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, with new episodes: a CUT, at the next rollout."""
+        if len(state["warmup_left"]) != self._driver.num_lanes:
+            raise OptionError(
+                f"The state is of {len(state['warmup_left'])} lanes, this collector has {self._driver.num_lanes}."
+            )
+        self._driver.load_state_dict(state["env_state_dict"])
+        self.episodes.load_state_dict(state["episodes"])
+        self.stream.state = state["random"]["torch"].clone()
+        self._random.sampler.load_state_dict(state["random"]["actions"])
+        self._seeds = dict(state["seeds"])
+        self.policy_version = state["policy_version"]
+        self.steps = state["steps"]
+        self.warmup_left = np.asarray(state["warmup_left"], np.int64)
+        self._due = set(range(self._driver.num_lanes))
+
+    def _relayed(self, error: BaseException, t: int) -> BaseException:
+        return relayed(error, worker=self._worker, lane=self._driver.failed_lane, step=self.steps + t)
+
+
+def _shares(total: int, lanes: int) -> Array:
+    """`total` split over the lanes; shares differ by at most one."""
+    return np.array([total // lanes + (lane < total % lanes) for lane in range(lanes)], np.int64)

@@ -1,0 +1,70 @@
+"""What a collector can tell about itself, as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Spread", "Stats", "TimeShares"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean, smallest and largest of the last episodes; None where no episode has ended yet."""
+
+    mean: float | None
+    min: float | None
+    max: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of some values."""
+        if not values:
+            return cls(None, None, None)
+        return cls(sum(values) / len(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """Where the time goes, as shares of the time spent collecting; they add up to 1. Measured on sampled steps."""
+
+    env: float
+    policy: float
+    writing: float
+    elsewhere: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of a collector, so far.
+
+    Attributes:
+        frames: delivered.
+        batches: delivered.
+        seconds: spent collecting; what the caller did between batches is not in it.
+        frames_per_second: frames / seconds.
+        episodes: that have ended.
+        episode_return: undiscounted, of the last 100 episodes that ended.
+        episode_length: in frames, of the same.
+        policy_version: how many times weights were updated.
+        time: None before the first step.
+    """
+
+    frames: int
+    batches: int
+    seconds: float
+    frames_per_second: float
+    episodes: int
+    episode_return: Spread
+    episode_length: Spread
+    policy_version: int
+    time: TimeShares | None
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat, for loggers: `{"frames": ..., "episode_return/mean": ...}`; what is not known yet is left out."""
+        flat: dict[str, float] = {}
+        for name, value in dataclasses.asdict(self).items():
+            parts = {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
+            flat.update({key: number for key, number in parts.items() if number is not None})
+        return flat

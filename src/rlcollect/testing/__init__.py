@@ -1,0 +1,55 @@
+"""Probe environments and a batch check: what rlcollect tests itself with, for your own environments too.
+
+Collect from your environment and let every batch be checked, each against the one before it::
+
+    from rlcollect import Collector
+    from rlcollect.testing import check_batch
+
+    def test_my_env_survives_collection():
+        previous = None
+        with Collector(MyEnv, frames_per_batch=64, total_frames=640, num_envs=4) as collector:
+            for batch in collector:
+                check_batch(batch, previous=previous)  # names the first wrong frame: "lane 3, t = 17: ..."
+                previous = batch
+
+What is wrong then is named to the frame: an observation that the environment changed after it gave it away, a row of
+one episode joined to the next, an end that was flagged twice.
+
+The probes are for whatever stands around environments: wrappers, vectorisers, collectors. Their observations say
+where each row comes from:
+
+- `Counter`: the step; `Tagged`: worker, episode and step;
+- `Reuser`: a `Counter` that hands out the same arrays every time;
+- `Breaker`: a `Counter` that raises, dies, hangs or sleeps where it is told to;
+- `Echo`: the last action, and so the weights that chose it;
+- `Probe`: what they share, to make more of them.
+
+>>> from rlcollect.testing import Tagged
+>>> env = Tagged(worker=7, length=3, end="truncated")
+>>> observation, info = env.reset(seed=0)
+>>> observation, reward, terminated, truncated, info = env.step(0)
+>>> observation.tolist()
+[7.0, 0.0, 1.0]
+"""
+
+from __future__ import annotations
+
+from rlcollect.testing.batches import check_batch
+from rlcollect.testing.breaker import EXIT_CODE, Breaker, How, UnpicklableError, Where
+from rlcollect.testing.environments import Counter, Echo, End, ObservationKind, Probe, Reuser, Tagged
+
+__all__ = [
+    "EXIT_CODE",
+    "Breaker",
+    "Counter",
+    "Echo",
+    "End",
+    "How",
+    "ObservationKind",
+    "Probe",
+    "Reuser",
+    "Tagged",
+    "UnpicklableError",
+    "Where",
+    "check_batch",
+]
