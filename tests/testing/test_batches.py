@@ -374,6 +374,19 @@ class TestObservations:
         batch["observation"][0, 6] = torch.nan
         refuses(batch, "lane 0, t = 6: 'observation' is [nan], expected [1.0]")
 
+    def test_one_nan_is_as_good_as_another(self):
+        batch = fixed()
+        batch["observation"][0, 6] = torch.nan
+        batch["next", "observation"][0, 5] = torch.tensor([0x7FC00123], dtype=torch.int32).view(torch.float32)
+        check_batch(batch)
+
+    def test_nans_are_no_difference_to_show(self):
+        batch = fixed()
+        for key in ("wide", ("next", "wide")):
+            batch[key] = torch.full((N, T, 9), torch.nan)
+        batch["wide"][2, 8, 4] = 0
+        refuses(batch, "lane 2, t = 8: 'wide' at [4] is 0.0, expected nan: ")
+
     @pytest.mark.parametrize(
         "dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool, torch.uint8]
     )
@@ -628,16 +641,20 @@ class TestPolicyVersion:
 
 
 class TestMask:
-    def masked(self, valid):
+    def masked(self, valid, seed=0):
         """Two batches of an endless Counter, with rubbish in every row of the first that is not valid."""
         lanes = [Lane(Counter(None), lane) for lane in range(N)]
-        first = torch.stack([self.rows(lane, valid[lane.number]) for lane in lanes])
+        draw = torch.Generator().manual_seed(seed)
+        first = torch.stack([self.rows(lane, valid[lane.number], draw) for lane in lanes])
         return first, collect(lanes, 5)
 
-    def rows(self, lane, valid):
-        rubbish = Lane(Counter(), 0).frame()
-        rubbish = rubbish.apply(lambda leaf: torch.ones_like(leaf) if leaf.dtype == torch.bool else leaf.fill_(-99))
-        rows = torch.stack([lane.frame() if is_valid else rubbish.clone() for is_valid in valid])
+    def rows(self, lane, valid, draw):
+        def drawn(leaf):
+            return torch.randint(-99, 99, leaf.shape, generator=draw).clamp(min=0 if leaf.dtype == torch.bool else -99)
+
+        example = Lane(Counter(), 0).frame()
+        rubbish = [example.apply(lambda leaf: drawn(leaf).to(leaf.dtype)) for _ in valid]
+        rows = torch.stack([lane.frame() if is_valid else row for is_valid, row in zip(valid, rubbish, strict=True)])
         rows[MASK] = torch.tensor(valid)
         return rows
 
@@ -645,7 +662,7 @@ class TestMask:
     def test_invalid_rows_are_ignored_wherever_they_stand(self, seed):
         valid = np.random.default_rng(seed).random((N, 12)) < 0.6
         valid[2] = seed % 2
-        first, second = self.masked(valid.tolist())
+        first, second = self.masked(valid.tolist(), seed)
         check_batch(first)
         check_batch(second, previous=first)
 

@@ -83,10 +83,8 @@ def build_engine(
 
 def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What) -> Plan:
     """The policy's plan; its probe leaves random states and module buffers as they were."""
-    observation = {
-        key: torch.from_numpy(array if num_lanes is not None else array[0]).clone()
-        for key, array in lanes.current.items()
-    }
+    current = {key: torch.from_numpy(array.copy()) for key, array in lanes.current.items()}
+    observation = current if num_lanes is not None else {key: tensor[0] for key, tensor in current.items()}
     ours = _optional_names(what)
     with untouched_randomness(), _UntouchedBuffers(policy):
         return plan_policy(

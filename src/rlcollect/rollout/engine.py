@@ -92,6 +92,7 @@ class Engine:
         self._mixed: MixedActor | None = None
         self._births = np.zeros(driver.num_lanes, np.int64)  # the step with which each open episode began
         self._seen_ends = 0
+        self._ended_at_limit: list[tuple[int, int]] = []  # by the environment itself: both flags, as TimeLimit has it
         self._reset_at_each_iter = what.reset_at_each_iter
         self._due: set[int] = set()  # lanes to be reset before the next rollout
         self._seeds: dict[int, int] = {}  # for the next reset of a lane
@@ -137,6 +138,7 @@ class Engine:
         if self._policy is not None and warmup:
             self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
         self._seen_ends = 0
+        self._ended_at_limit = []
 
     def _release(self) -> None:
         if self._policy is not None:
@@ -199,6 +201,8 @@ class Engine:
         """Ends the episodes that have reached their limit with frame t - 1."""
         ends = self._driver.ends
         for end, lane in ends[self._seen_ends :]:
+            if self._births[lane] + limit == self.steps + end + 1:
+                self._ended_at_limit.append((lane, end))
             self._births[lane] = self.steps + end + 1
         due = np.flatnonzero(self._births + limit <= self.steps + t).tolist()
         if due:
@@ -212,6 +216,8 @@ class Engine:
         for name in ("terminated", "truncated", "done"):
             arrays[name,].fill(False)  # ended lanes were reset at once
         next_done, truncated = arrays["next", "done"], arrays["next", "truncated"]
+        for lane, t in self._ended_at_limit:
+            truncated[lane, t] = True
         if self._set_truncated:
             truncated[:, made - 1] = True
         np.logical_or(arrays["next", "terminated"], truncated, out=next_done)

@@ -180,11 +180,9 @@ def _parameters(policy: Any) -> list[_Parameter]:
 
 def _wants_tensordict(parameter: inspect.Parameter) -> bool:
     annotation = parameter.annotation
-    if isinstance(annotation, type):
-        return issubclass(annotation, TensorDictBase)
-    if isinstance(annotation, str):
-        return "TensorDict" in annotation
-    return parameter.name in ("tensordict", "td")
+    if isinstance(annotation, type) and issubclass(annotation, TensorDictBase):
+        return True
+    return (isinstance(annotation, str) and "TensorDict" in annotation) or parameter.name in ("tensordict", "td")
 
 
 def _draft_named(
