@@ -643,7 +643,7 @@ class TestPolicyVersion:
 class TestMask:
     def masked(self, valid, seed=0):
         """Two batches of an endless Counter, with rubbish in every row of the first that is not valid."""
-        lanes = [Lane(Counter(None), lane) for lane in range(N)]
+        lanes = [Lane(Counter(None), lane, versions=[50]) for lane in range(N)]
         draw = torch.Generator().manual_seed(seed)
         first = torch.stack([self.rows(lane, valid[lane.number], draw) for lane in lanes])
         return first, collect(lanes, 5)

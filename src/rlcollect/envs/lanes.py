@@ -265,9 +265,10 @@ class Lanes:
     def step(self, t: int, actions: Sequence[Array]) -> None:
         """Steps every lane; row t of the memory then holds a true frame of each."""
         row, rewards, steps = self._rows[t], self._rewards[t], self._steps
+        decoded = self._decode(actions)
         lane = 0
         try:
-            for lane, action in enumerate(self._decode(actions)):
+            for lane, action in enumerate(decoded):
                 observation, reward, terminated, truncated, _ = steps[lane](action)
                 rewards[lane] = reward
                 if terminated or truncated:

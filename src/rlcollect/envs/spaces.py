@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rlcollect.errors import EnvError, OptionError, SpaceError
+from rlcollect.errors import EnvError, OptionError, PolicyError, SpaceError
 from rlcollect.layout import Key, Leaf, numpy_dtype, show_key, torch_dtype
 
 __all__ = [
@@ -258,9 +258,32 @@ def _decoder(space: gym.Space[Any], indices: Iterator[int]) -> Decoder:
         decoders = [_decoder(part, indices) for part in space.spaces]
         return lambda rows: list(zip(*(decode(rows) for decode in decoders), strict=True))
     index, dtype = next(indices), np.dtype(space.dtype)
-    if isinstance(space, spaces.Discrete) and dtype == np.int64:
-        return lambda rows: list(rows[index])  # scalars, nothing to share; the stored ones have the dtype already
+    if isinstance(space, spaces.Discrete):
+        scalar = _Scalars(space).__getitem__
+        return lambda rows: list(map(scalar, rows[index].tolist()))
     return lambda rows: list(rows[index].astype(dtype))
+
+
+class _Scalars(dict[int, Any]):
+    """The actions of a Discrete space as the scalars that `sample()` gives, each made once.
+
+    numpy takes ten times as long to make them from an array, and Gymnasium's own checks take longer for an int.
+    """
+
+    KEPT = 4096
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        super().__init__()
+        self._space = space
+        self._scalar = np.dtype(space.dtype).type
+
+    def __missing__(self, action: int) -> Any:
+        if not self._space.start <= action < self._space.start + self._space.n:
+            raise PolicyError(f"The action {action} is not in {self._space}.")
+        scalar = self._scalar(action)
+        if len(self) < self.KEPT:
+            self[action] = scalar
+        return scalar
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

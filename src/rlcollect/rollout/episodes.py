@@ -89,20 +89,23 @@ class Episodes:
 
     def _remember(self, rewards: Array, times: Array, lanes: Array) -> None:
         """Returns and lengths of the episodes that ended; sums of those that go on."""
+        if not len(times):
+            self._sums += rewards.sum(axis=1, dtype=np.float64)
+            return
         sums = np.cumsum(rewards, axis=1, dtype=np.float64)
-        self.finished += len(times)
         order = np.lexsort((times, lanes))
         by_lane, at = lanes[order], times[order]
-        first = np.concatenate(([True], by_lane[1:] != by_lane[:-1]))[: len(order)]
         totals = sums[by_lane, at]
-        returns = totals - np.where(first, -self._sums[by_lane], np.roll(totals, 1))
-        lengths = at - np.where(first, -self.ages[by_lane] - 1, np.roll(at, 1))
+        before, start = np.empty_like(totals), np.empty_like(at)  # where the episode before ended, in the same lane
+        before[1:], start[1:] = totals[:-1], at[:-1]
+        first = np.flatnonzero(np.diff(by_lane, prepend=-1))
+        before[first], start[first] = -self._sums[by_lane[first]], -self.ages[by_lane[first]] - 1
         in_time = np.argsort(order)
-        self.returns.extend(returns[in_time].tolist())
-        self.lengths.extend(lengths[in_time].tolist())
-        last = np.full(len(rewards), -1)
-        last[by_lane] = at  # the latest of each lane is assigned last
-        closed = np.where(last < 0, -self._sums, np.take_along_axis(sums, np.maximum(last, 0)[:, None], 1)[:, 0])
+        self.returns.extend((totals - before)[in_time].tolist())
+        self.lengths.extend((at - start)[in_time].tolist())
+        self.finished += len(times)
+        closed = -self._sums
+        closed[by_lane] = totals  # the latest of each lane is assigned last
         self._sums = sums[:, -1] - closed
 
     def state_dict(self) -> dict[str, Any]:
