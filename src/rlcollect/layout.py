@@ -6,6 +6,7 @@ rollout, `[*lead, *shape]` each, aligned to cache lines. It knows nothing of env
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ def show_key(key: Key) -> str:
     return repr(key[0]) if len(key) == 1 else repr(key)
 
 
+@functools.lru_cache(maxsize=64)
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """The torch dtype of a numpy dtype.
 
@@ -34,6 +36,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+@functools.lru_cache(maxsize=64)
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The numpy dtype of a torch dtype.
 

@@ -12,9 +12,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rlcollect.envs.spaces import check_value, space_leaf
+from rlcollect.envs.spaces import check_value, fits, space_leaf
 from rlcollect.errors import EnvError, SpaceError
-from rlcollect.layout import Key, Leaf, numpy_dtype, show_key
+from rlcollect.layout import Key, Leaf, show_key
 
 __all__ = ["InfoRecorder", "info_entry", "info_leaves"]
 
@@ -78,7 +78,6 @@ class InfoRecorder:
         self._stated = frozenset(stated)
         self._episodes = 0
         self._fills = [_fill(leaf.dtype) for leaf in leaves]
-        self._exact = [numpy_dtype(leaf.dtype) for leaf in leaves]
         self._arrays: list[Array] = []
         self._t = [0] * num_lanes
         self._unseen = {leaf.key for leaf in leaves}
@@ -107,11 +106,11 @@ class InfoRecorder:
     def _record(self, lane: int, info: Mapping[str, Any]) -> None:
         t = self._t[lane]
         self._t[lane] = t + 1
-        for leaf, dtype, array in zip(self._leaves, self._exact, self._arrays, strict=True):
+        for leaf, array in zip(self._leaves, self._arrays, strict=True):
             value = info_entry(info, leaf.key)
             if value is MISSING or value is None:
                 continue
-            if getattr(value, "shape", None) != leaf.shape or getattr(value, "dtype", None) != dtype:
+            if not fits(value, leaf):
                 check_value(f"The info's {show_key(leaf.key)}", value, leaf)
             array[lane, t] = value
             self._unseen.discard(leaf.key)

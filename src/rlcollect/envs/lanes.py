@@ -215,7 +215,7 @@ class Lanes:
                     f"{type(result).__name__} of length {len(result) if hasattr(result, '__len__') else 1} came."
                 )
             self._codec.check(result[0])
-            if np.shape(result[1]) == ():
+            if isinstance(result[1], float) or np.shape(result[1]) == ():
                 return result
             self._plain[0][lane] = _scalar_reward(step)  # from now on
             return _scalar_reward(lambda _: result)(action)

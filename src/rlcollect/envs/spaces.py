@@ -24,6 +24,7 @@ __all__ = [
     "ObservationCodec",
     "Rows",
     "check_value",
+    "fits",
     "observation_codec",
     "space_leaf",
 ]
@@ -148,7 +149,8 @@ class ObservationCodec:
                     raise EnvError(
                         f"The observation lacks {show_key(leaf.key)}, which its space has; it is {_describe(value)}."
                     ) from error
-            check_value(f"The observation {show_key(leaf.key)}", value, leaf)
+            if not fits(value, leaf):
+                check_value(f"The observation {show_key(leaf.key)}", value, leaf)
 
 
 class _NestedRows:
@@ -287,6 +289,11 @@ class _Scalars(dict[int, Any]):
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def fits(value: Any, leaf: Leaf) -> bool:
+    """Whether a value is exactly what its leaf is stored as; where not, `check_value` tells whether that matters."""
+    return isinstance(value, np.ndarray) and value.shape == leaf.shape and value.dtype == numpy_dtype(leaf.dtype)
 
 
 def check_value(what: str, value: Any, leaf: Leaf) -> None:

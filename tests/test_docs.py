@@ -1,0 +1,33 @@
+"""README and docs are true: their examples run, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = [
+    pytest.param(code, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_has_an_example_of_ten_lines() -> None:
+    lines = [line for line in EXAMPLES[0].values[0].splitlines() if line.strip()]
+    assert 5 < len(lines) <= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target

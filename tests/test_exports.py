@@ -1,0 +1,37 @@
+"""What the package exports is complete, and importing it brings in nothing it should not."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import rlcollect
+from rlcollect import errors
+
+
+def test_all_names_are_there_and_sorted() -> None:
+    assert rlcollect.__all__ == sorted(rlcollect.__all__)
+    assert all(hasattr(rlcollect, name) for name in rlcollect.__all__)
+
+
+def test_every_error_is_exported_and_of_one_tree() -> None:
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if kind.__module__ == errors.__name__:
+            assert getattr(rlcollect, name) is kind
+            assert issubclass(kind, rlcollect.RlcollectError)
+            assert name in (errors.__doc__ or ""), "the tree in the docstring lacks it"
+
+
+def test_everything_exported_says_what_it_is() -> None:
+    for name in rlcollect.__all__:
+        assert inspect.getdoc(getattr(rlcollect, name)), name
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["torchrl", "ray", "tyro", "rich", "matplotlib", "minari", "rlcollect.cli"])
+def test_importing_it_does_not_import(name: str) -> None:
+    code = f"import sys, rlcollect, rlcollect.testing, rlcollect.export; assert {name!r} not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
