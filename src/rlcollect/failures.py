@@ -27,7 +27,7 @@ def relayed(error: BaseException, *, worker: int, lane: int | None, step: int) -
         The same exception, from a `WorkerError`; a `WorkerError` from it where it would be misread; a located
         `EnvError` or `PolicyError` where an answer does not fit; a real Ctrl-C as it is.
     """
-    where = f"worker {worker}, {'policy' if lane is None else f'lane {lane}'}, step {step}"
+    where = f"worker {worker}, step {step}" if lane is None else f"worker {worker}, lane {lane}, step {step}"
     if isinstance(error, EnvError | PolicyError):
         return _caused(type(error)(f"{where}: {error}"), error)
     if isinstance(error, RlcollectError) or (isinstance(error, KeyboardInterrupt) and not _raised_by_code(error)):

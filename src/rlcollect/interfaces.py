@@ -35,13 +35,15 @@ class EnvDriver(Protocol):
 
     Attributes:
         ends: (t, lane) of every episode that ended in this rollout, in order of time.
-        env_seconds: time spent inside environments, during `audit_step` alone.
         failed_lane: the lane whose environment raised, else None.
     """
 
     ends: list[tuple[int, int]]
-    env_seconds: float
     failed_lane: int | None
+
+    @property
+    def env_seconds(self) -> float:
+        """Time spent inside environments during `audit_step`, in total."""
 
     @property
     def num_lanes(self) -> int:

@@ -7,32 +7,34 @@ copied in bulk when the rollout is finished. Only an episode's last observation 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from rlcollect.envs.info import MISSING, InfoRecorder, info_entry, info_leaves
+from rlcollect.envs.calls import MASK, LaneCalls, mask_of
+from rlcollect.envs.info import InfoRecorder, info_leaves
 from rlcollect.envs.make import EnvSource, close_all, make_env, spaces_agree
 from rlcollect.envs.spaces import ActionCodec, ObservationCodec, Rows, observation_codec
-from rlcollect.errors import EnvError
+from rlcollect.errors import EnvError, OptionError
 from rlcollect.failures import relayed
 from rlcollect.layout import Key, Leaf, numpy_dtype
 from rlcollect.options import What
 
-__all__ = ["Lanes"]
+__all__ = ["Lanes", "open_lanes"]
 
 Array = np.ndarray[Any, Any]
 Env = gym.Env[Any, Any]
-Step = Callable[[Any], tuple[Any, Any, Any, Any, dict[str, Any]]]
-Reset = Callable[..., tuple[Any, dict[str, Any]]]
-MASK: Key = ("action_mask",)
 
 
-class Lanes:
-    """The `EnvDriver` of single Gymnasium environments.
+def open_lanes(
+    sources: Sequence[tuple[EnvSource, Mapping[str, Any]]],
+    what: What,
+    observation_names: Sequence[str] = (),
+    worker: int = 0,
+) -> Lanes:
+    """Makes the environments of N lanes, resets them, and plans how they are stored.
 
     Args:
         sources: what each lane is made of, with keyword arguments.
@@ -44,183 +46,106 @@ class Lanes:
         OptionError, SpaceError, EnvError: what was made does not fit.
         What a maker or a first reset raises, from a `WorkerError`. The environments made so far are closed.
     """
+    envs: list[Env] = []
+    owned: list[Env] = []  # instances that were passed in are their owner's to close
+    at: int | None = None
+    try:
+        for at in range(len(sources)):
+            envs.append(_distinct(make_env(*sources[at]), envs))
+            if envs[at] is not sources[at][0]:
+                owned.append(envs[at])
+        at = None
+        spaces_agree(envs)
+        calls = LaneCalls(envs, what.reset_options)
+        first = []
+        for at in range(len(envs)):
+            first.append(_checked_reset(calls.resets[at]()))
+        at = None
+        lanes = Lanes(envs, calls, first[0][1], what, observation_names, owned=owned)
+        for at in range(len(envs)):
+            lanes.begin(at, *first[at])
+    except BaseException as error:
+        close_all(owned)
+        raise relayed(error, worker=worker, lane=at, step=0)  # noqa: B904 - it has a cause of its own
+    return lanes
+
+
+def _distinct(env: Env, others: Sequence[Env]) -> Env:
+    if any(env is other for other in others):
+        raise OptionError(
+            "create_env_fn returned the same environment for two lanes; it should make a new one each time."
+        )
+    return env
+
+
+def _checked_reset(result: Any) -> tuple[Any, dict[str, Any]]:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise EnvError(f"reset should return (observation, info); {type(result).__name__} came.")
+    return result
+
+
+class Lanes:
+    """The `EnvDriver` of single Gymnasium environments; made by `open_lanes`.
+
+    Args:
+        envs: one a lane.
+        calls: how they are stepped and reset.
+        first_info: of lane 0: shows the form of what is recorded of infos.
+        what: info keys, names and dtypes are taken from here.
+        observation_names: names that observation keys may not have, beside those that are always ours.
+        owned: those to close.
+    """
 
     def __init__(
         self,
-        sources: Sequence[tuple[EnvSource, Mapping[str, Any]]],
+        envs: Sequence[Env],
+        calls: LaneCalls,
+        first_info: Mapping[str, Any],
         what: What,
-        observation_names: Sequence[str] = (),
-        worker: int = 0,
+        observation_names: Sequence[str],
+        *,
+        owned: Sequence[Env],
     ) -> None:
-        self.num_lanes = len(sources)
         self.failed_lane: int | None = None
-        self.env_seconds = 0.0
         self.ends: list[tuple[int, int]] = []
-        self.current: Mapping[Key, Array] = {}
-        self._what = what
-        self._envs: list[Env] = []
-        self._owned = [not isinstance(source, gym.Env) for source, _ in sources]
-        self._closed = False
-        self._episodes = [0] * self.num_lanes
-        self._last_info: list[dict[str, Any]] = [{} for _ in sources]
-        try:
-            for self.failed_lane, (source, kwargs) in enumerate(sources):
-                self._envs.append(make_env(source, kwargs))
-            self.failed_lane = None
-            spaces_agree(self._envs)
-            self._plan(observation_names)
-        except BaseException as error:
-            self.close()
-            raise relayed(error, worker=worker, lane=self.failed_lane, step=0)  # noqa: B904 - it has a cause of its own
-
-    # --- construction: everything that depends on the spaces and on the first reset ---
-
-    def _plan(self, observation_names: Sequence[str]) -> None:
-        what = self._what
-        first = [self._first_reset(lane) for lane in range(self.num_lanes)]
-        mask = self._info_mask(first[0][1])
-        self._codec: ObservationCodec = observation_codec(
-            self._envs[0].observation_space,
-            exclude=what.exclude_keys,  # type: ignore[arg-type]
-            rename=what.rename_keys,  # type: ignore[arg-type]
-            ours=[*observation_names, *(["info"] if what.info_keys else []), *([MASK[0]] if mask else [])],
-            keep_float64=what.obs_dtype == "env",
-            action_mask=mask,
-        )
-        self._actions = ActionCodec(self._envs[0].action_space)
-        self._decode = self._actions.decode
-        forms = what.info_forms
-        recorded = info_leaves(forms, first[0][1])
-        self._info = (
-            InfoRecorder(recorded, {key for key, form in forms.items() if form is not None}, self.num_lanes)
-            if recorded
-            else None
-        )
+        self.num_lanes = len(envs)
+        self._envs = envs
+        self._owned = list(owned)
+        self._calls = calls
+        mask = _mask_leaf(what, first_info)
+        self._paired = mask is not None
+        self._codec = _codec(envs[0].observation_space, what, observation_names, mask)
+        self.action_codec = ActionCodec(envs[0].action_space)
+        self._decode = self.action_codec.decode
+        recorded = info_leaves(what.info_forms, first_info)
         self.info_leaves = tuple(leaf.under("next", "info") for leaf in recorded)
-        self._compose(paired=mask is not None)
-        self.current = {
+        stated = {key for key, form in what.info_forms.items() if form is not None}
+        self._info = InfoRecorder(recorded, stated, self.num_lanes) if recorded else None
+        if self._info is not None:
+            calls.record(self._info)
+        if self._paired:
+            calls.pair_with_mask()
+        self._steps, self._resets = calls.steps, calls.resets
+        self._audited = calls.audited(self._codec)
+        self.current: Mapping[Key, Array] = {
             leaf.key: np.zeros((self.num_lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in self.leaves
         }
         self._current_rows = self._codec.rows(self.current)
-        for self.failed_lane, (observation, info) in enumerate(first):
-            whole = (observation, self._mask_of(info)) if mask is not None else observation
-            self._codec.check(whole)
-            self._current_rows[self.failed_lane] = whole
-        self.failed_lane = None
+        # views of a rollout's memory, between `bind` and `finish`
+        self._now: Mapping[Key, Array] = {}
+        self._next: Mapping[Key, Array] = {}
+        self._rows: list[Rows] = []
+        self._after: Rows = self._current_rows
+        self._rewards: list[Array] = []
+        self._terminated = self._truncated = np.zeros((0, 0), np.bool_)
 
-    def _first_reset(self, lane: int) -> tuple[Any, dict[str, Any]]:
-        self.failed_lane = lane
-        result = (
-            self._reset_with_options(lane, self._envs[lane].reset)()
-            if self._what.reset_options is not None
-            else self._envs[lane].reset()
-        )
-        self.failed_lane = None
-        return result
+    def begin(self, lane: int, observation: Any, info: dict[str, Any]) -> None:
+        """Takes what an environment's own first `reset` returned."""
+        self._begin(lane, (observation, mask_of(info)) if self._paired else observation)
 
-    def _info_mask(self, info: Mapping[str, Any]) -> Leaf | None:
-        """The form of an action mask that comes in the info, if the user named it."""
-        if MASK not in self._what.info_forms:
-            return None
-        value = info_entry(info, MASK)
-        if value is MISSING:
-            raise EnvError('info_keys names "action_mask", and the info of the first reset has none.')
-        return info_leaves({MASK: self._what.info_forms[MASK]}, info)[0]
-
-    def _compose(self, *, paired: bool) -> None:
-        """The callables that the loop steps and resets by: as plain as what is asked for allows."""
-        steps: list[Step] = [env.step for env in self._envs]
-        resets: list[Reset] = [env.reset for env in self._envs]
-        if callable(self._what.reset_options):
-            steps = [self._remembering(lane, step) for lane, step in enumerate(steps)]
-        if self._what.reset_options is not None:
-            resets = [self._reset_with_options(lane, reset) for lane, reset in enumerate(resets)]
-        if self._info is not None:
-            steps = [self._info.wrap(lane, step) for lane, step in enumerate(steps)]
-        if paired:
-            steps = [self._paired_step(step) for step in steps]
-            resets = [self._paired_reset(reset) for reset in resets]
-        self._steps, self._resets = steps, resets
-        self._plain = (steps, resets)
-        self._audited = (
-            [self._audited_step(lane, step) for lane, step in enumerate(steps)],
-            [self._audited_reset(reset) for reset in resets],
-        )
-
-    def _remembering(self, lane: int, step: Step) -> Step:
-        def remembering(action: Any) -> Any:
-            result = step(action)
-            self._last_info[lane] = result[4]
-            return result
-
-        return remembering
-
-    def _reset_with_options(self, lane: int, reset: Reset) -> Reset:
-        def with_options(**kwargs: Any) -> Any:
-            options = self._what.reset_options
-            if callable(options):
-                options = options(lane, self._episodes[lane], self._last_info[lane])
-            self._episodes[lane] += 1
-            return reset(**{"options": None if options is None else dict(options), **kwargs})
-
-        return with_options
-
-    def _paired_step(self, step: Step) -> Step:
-        def paired(action: Any) -> Any:
-            observation, reward, terminated, truncated, info = step(action)
-            return (observation, self._mask_of(info)), reward, terminated, truncated, info
-
-        return paired
-
-    def _paired_reset(self, reset: Reset) -> Reset:
-        def paired(**kwargs: Any) -> Any:
-            observation, info = reset(**kwargs)
-            return (observation, self._mask_of(info)), info
-
-        return paired
-
-    def _mask_of(self, info: Mapping[str, Any]) -> Any:
-        value = info_entry(info, MASK)
-        if value is MISSING:
-            raise EnvError('info_keys names "action_mask", and this info has none.')
-        return value
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*args, **kwargs)
-            self.env_seconds += time.perf_counter() - start
-            return result
-
-        return timed
-
-    def _audited_reset(self, reset: Reset) -> Reset:
-        timed = self._timed(reset)
-
-        def audited(**kwargs: Any) -> Any:
-            result = timed(**kwargs)
-            self._codec.check(result[0])
-            return result
-
-        return audited
-
-    def _audited_step(self, lane: int, step: Step) -> Step:
-        timed = self._timed(step)
-
-        def audited(action: Any) -> Any:
-            result = timed(action)
-            if not (isinstance(result, tuple) and len(result) == 5):
-                raise EnvError(
-                    "step should return (observation, reward, terminated, truncated, info); "
-                    f"{type(result).__name__} of length {len(result) if hasattr(result, '__len__') else 1} came."
-                )
-            self._codec.check(result[0])
-            if isinstance(result[1], float) or np.shape(result[1]) == ():
-                return result
-            self._plain[0][lane] = _scalar_reward(step)  # from now on
-            return _scalar_reward(lambda _: result)(action)
-
-        return audited
+    def _begin(self, lane: int, observation: Any) -> None:
+        self._codec.check(observation)
+        self._current_rows[lane] = observation
 
     # --- the contract ---
 
@@ -237,12 +162,12 @@ class Lanes:
     @property
     def action_leaves(self) -> Sequence[Leaf]:
         """The tensors of an action."""
-        return self._actions.leaves
+        return self.action_codec.leaves
 
     @property
-    def action_codec(self) -> ActionCodec:
-        """How actions are stored and given to the environments."""
-        return self._actions
+    def env_seconds(self) -> float:
+        """Time spent in the environments during `audit_step`, in total."""
+        return self._calls.env_seconds
 
     def bind(self, arrays: Mapping[Key, Array]) -> None:
         """Takes the memory of the next rollout, and writes the current observations into its first row."""
@@ -284,7 +209,7 @@ class Lanes:
         try:
             self.step(t, actions)
         finally:
-            self._steps, self._resets = self._plain
+            self._steps, self._resets = self._calls.steps, self._calls.resets
 
     def _end(self, t: int, lane: int, observation: Any, terminated: Any, truncated: Any) -> Any:
         """Stores how an episode ended; the first observation of the next."""
@@ -349,9 +274,7 @@ class Lanes:
         for place, lane in enumerate(lanes):
             self.failed_lane = lane
             seed = {} if seeds is None else {"seed": seeds[place]}
-            observation = self._resets[lane](**seed, **(kwargs or {}))[0]
-            self._codec.check(observation)
-            self._current_rows[lane] = observation
+            self._begin(lane, self._resets[lane](**seed, **(kwargs or {}))[0])
         self.failed_lane = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -365,22 +288,20 @@ class Lanes:
 
     def close(self) -> list[Exception]:
         """Closes the environments that were made here; instances that were passed in are their owner's."""
-        if self._closed:
-            return []
-        self._closed = True
-        return close_all([env for env, owned in zip(self._envs, self._owned, strict=False) if owned])
+        owned, self._owned = self._owned, []
+        return close_all(owned)
 
 
-def _scalar_reward(step: Step) -> Step:
-    """A step whose reward is a scalar; some environments give an array of one element."""
-
-    def scalar(action: Any) -> Any:
-        observation, reward, *rest = step(action)
-        if np.size(reward) != 1:
-            raise EnvError(f"The reward should be one number; an array of shape {list(np.shape(reward))} came.")
-        return observation, np.asarray(reward).item(), *rest
-
-    return scalar
+def _codec(space: gym.Space[Any], what: What, observation_names: Sequence[str], mask: Leaf | None) -> ObservationCodec:
+    ours = [*observation_names, *(["info"] if what.info_forms else []), *([MASK[0]] if mask else [])]
+    return observation_codec(
+        space,
+        exclude=what.exclude_keys,  # type: ignore[arg-type]
+        rename=what.rename_keys,  # type: ignore[arg-type]
+        ours=ours,
+        keep_float64=what.obs_dtype == "env",
+        action_mask=mask,
+    )
 
 
 def _rows_in_time(codec: ObservationCodec, arrays: Mapping[Key, Array]) -> list[Rows]:

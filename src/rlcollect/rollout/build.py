@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlcollect.envs.lanes import Lanes
+from rlcollect.envs.lanes import Lanes, open_lanes
 from rlcollect.envs.make import EnvSource, lane_sources
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
 from rlcollect.layout import Layout, Leaf
@@ -40,7 +40,7 @@ def make_lanes(create_env_fn: EnvSource | Sequence[EnvSource], what: What, where
         What a maker, a constructor or a first reset raises, from a `WorkerError`.
     """
     sources = lane_sources(create_env_fn, where.num_envs, where.create_env_kwargs)
-    return Lanes(sources, what, _optional_names(what), worker)
+    return open_lanes(sources, what, _optional_names(what), worker)
 
 
 def build_engine(

@@ -30,16 +30,17 @@ class StepSampler:
 
     def step(self, t: int, actor: Actor, driver: EnvDriver) -> None:
         """One step, as the loop makes it, with its parts measured."""
-        driver.env_seconds = 0.0
+        env_before = driver.env_seconds
         start = time.perf_counter()
         outputs = actor.call(*actor.observations[t])
         called = time.perf_counter()
         actions: Sequence[Any] = actor.write(t, outputs)
         driver.audit_step(t, actions)
         end = time.perf_counter()
+        env = driver.env_seconds - env_before
         self._policy += called - start
-        self._env += driver.env_seconds
-        self._writing += end - called - driver.env_seconds
+        self._env += env
+        self._writing += end - called - env
         self._sampled += 1
         self.countdown = self._random.randint(GAP // 2, GAP + GAP // 2)
 
