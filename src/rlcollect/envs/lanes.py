@@ -57,9 +57,9 @@ def open_lanes(
         at = None
         spaces_agree(envs)
         calls = LaneCalls(envs, what.reset_options)
-        first = []
+        first: list[tuple[Any, dict[str, Any]]] = []
         for at in range(len(envs)):
-            first.append(_checked_reset(calls.resets[at]()))
+            first += [_checked_reset(calls.resets[at]())]
         at = None
         lanes = Lanes(envs, calls, first[0][1], what, observation_names, owned=owned)
         for at in range(len(envs)):
@@ -290,6 +290,13 @@ class Lanes:
         """Closes the environments that were made here; instances that were passed in are their owner's."""
         owned, self._owned = self._owned, []
         return close_all(owned)
+
+
+def _mask_leaf(what: What, info: Mapping[str, Any]) -> Leaf | None:
+    """The form of an action mask that comes in the info, if the user named it."""
+    if MASK not in what.info_forms:
+        return None
+    return info_leaves({MASK: what.info_forms[MASK]}, {MASK[0]: mask_of(info)})[0]
 
 
 def _codec(space: gym.Space[Any], what: What, observation_names: Sequence[str], mask: Leaf | None) -> ObservationCodec:
