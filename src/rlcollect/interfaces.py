@@ -113,6 +113,9 @@ class Actor(Protocol):
     def write(self) -> Callable[[int, Any], Sequence[Array]]:
         """`write(t, outputs)` stores the outputs in row t, and gives the actions as stored: `[N, *shape]` a leaf."""
 
+    def check(self, outputs: Any) -> None:
+        """Holds outputs against the first ones there were; called for sampled steps."""
+
 
 class Interruptor(Protocol):
     """Asked after each step whether to stop a rollout short; what starts and stops it is the user."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Key", "Layout", "Leaf", "numpy_dtype", "show_key", "torch_dtype"]
+__all__ = ["ALIGNMENT", "Key", "Layout", "Leaf", "numpy_dtype", "show_key", "torch_dtype"]
 
 Key = tuple[str, ...]
 ALIGNMENT = 64

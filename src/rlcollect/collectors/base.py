@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import inspect
 import math
+import operator
 import time
 import warnings
 import weakref
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -201,13 +203,19 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             OptionError: a negative seed, or a list of another length than there are lanes.
         """
         self._check_open()
-        seeds = [int(s) for s in seed] if isinstance(seed, Sequence) else [int(seed)]
-        if min(seeds, default=-1) < 0:
+        if isinstance(seed, int | np.integer):
+            seeds = [operator.index(seed)]
+        else:
+            seeds = [operator.index(one) for one in seed]
+            if len(seeds) != self.num_envs:
+                raise OptionError(f"A list of seeds needs one a lane: {self.num_envs}, not {len(seeds)}.")
+        if min(seeds) < 0:
             raise OptionError(f"Seeds are non-negative integers; {seed!r} came.")
-        if isinstance(seed, Sequence) and len(seeds) != self.num_envs:
-            raise OptionError(f"A list of seeds needs one a lane: {self.num_envs}, not {len(seeds)}.")
-        self._engine.seed(seeds if isinstance(seed, Sequence) else seeds[0], static=static_seed)
-        return seeds[0] if static_seed and len(seeds) == 1 else max(seeds) + 1
+        if not isinstance(seed, int | np.integer):
+            self._engine.seed(seeds)
+            return max(seeds) + 1
+        self._engine.seed(seeds[0], static=static_seed)
+        return seeds[0] if static_seed else seeds[0] + 1
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begins a new episode now, in all lanes or in some: a CUT in their data.

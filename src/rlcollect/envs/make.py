@@ -7,15 +7,16 @@ from typing import Any
 
 import gymnasium as gym
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from rlcollect.errors import OptionError, SpaceError
 
 __all__ = ["EnvSource", "close_all", "lane_sources", "make_env", "spaces_agree"]
 
 Env = gym.Env[Any, Any]
-EnvSource = str | Callable[..., Env] | Env
+EnvSource = str | EnvSpec | Callable[..., Env] | Env
 ACCEPTED = (
-    "an environment id, a callable that returns a gymnasium.Env, a gymnasium.Env, or a sequence of these "
+    "an environment id or spec, a callable that returns a gymnasium.Env, a gymnasium.Env, or a sequence of these "
     "(one lane each)"
 )
 
@@ -57,7 +58,7 @@ def _check_source(lane: int, source: object, sources: Sequence[object]) -> None:
             raise OptionError(
                 f"Lanes {twin} and {lane} are the same environment instance. Pass a callable that makes a new one."
             )
-    elif not (isinstance(source, str) or callable(source)):
+    elif not (isinstance(source, str | EnvSpec) or callable(source)):
         raise OptionError(f"create_env_fn must be {ACCEPTED}; lane {lane} is {source!r}.")
 
 
@@ -83,7 +84,7 @@ def make_env(source: EnvSource, kwargs: Mapping[str, Any]) -> Env:
         if kwargs:
             raise OptionError(f"create_env_kwargs={dict(kwargs)!r} were given for an environment instance.")
         return source
-    env = gym.make(source, **kwargs) if isinstance(source, str) else source(**kwargs)
+    env = gym.make(source, **kwargs) if isinstance(source, str | EnvSpec) else source(**kwargs)
     if isinstance(env, gym.vector.VectorEnv) or not isinstance(env, gym.Env):
         raise OptionError(f"create_env_fn should return a gymnasium.Env; {source!r} returned {env!r}.")
     return env

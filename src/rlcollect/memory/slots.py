@@ -7,7 +7,6 @@ block, and a finaliser on the lease gives the block back. Whatever the user keep
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlcollect.layout import Key, Layout
+from rlcollect.layout import ALIGNMENT, Key, Layout
 
 __all__ = ["BlockPool", "SameSlot", "Slot", "SlotSource"]
 
@@ -35,15 +34,15 @@ class BlockPool:
     def __init__(self, nbytes: int, *, keep: int = 2) -> None:
         self.nbytes = max(nbytes, 1)
         # a full deque drops its oldest block on append, and append is atomic: a finaliser may run in any thread
-        self._free: deque[mmap.mmap] = deque(maxlen=keep)
+        self._free: deque[Array] = deque(maxlen=keep)
 
     def take(self) -> Array:
         """A lease on a block, uint8 `[nbytes]`. Its contents are whatever was there before."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = mmap.mmap(-1, self.nbytes)
-        lease = np.frombuffer(block, np.uint8)
+            block = _aligned_block(self.nbytes)
+        lease = np.frombuffer(block.data, np.uint8)
         weakref.finalize(lease, self._free.append, block).atexit = False
         return lease
 
@@ -51,6 +50,12 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that wait for reuse."""
         return len(self._free)
+
+
+def _aligned_block(nbytes: int) -> Array:
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
 
 
 class Slot:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
+from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Key, Leaf
+from rlcollect.layout import Key, Leaf, show_key
 from rlcollect.rollout.plan import Plan
 
 __all__ = ["MixedActor", "PolicyActor", "RandomActor"]
@@ -69,6 +70,21 @@ class PolicyActor:
             store(row, value)
         return self._actions[t]
 
+    def check(self, outputs: Any) -> None:
+        """Holds outputs against the first ones there were: storing them would hide another shape by broadcasting.
+
+        Raises:
+            PolicyError: another number of outputs, or another shape.
+        """
+        values = outputs if len(self._stores) > 1 else (outputs,)
+        if len(values) != len(self._stores):
+            raise PolicyError(f"The policy gave {len(self._stores)} outputs at first, and now {len(values)}.")
+        for leaf, first, value in zip(self._plan.outputs, self._plan.examples, values, strict=True):
+            if np.shape(value) != np.shape(first):
+                raise PolicyError(
+                    f"{show_key(leaf.key)} had shape {list(np.shape(first))} at first, and now {list(np.shape(value))}."
+                )
+
     def blank(self, memory: RolloutMemory) -> None:
         """Zeros for every output: what stands where the policy was not asked."""
         for leaf in self._plan.outputs:
@@ -121,6 +137,9 @@ class RandomActor:
             self.observations = [(t,) for t in range(steps)]
             self.call, self.write = self._rows.__getitem__, _written
 
+    def check(self, outputs: Any) -> None:
+        """Chance is always right."""
+
     def finish(self, made: int) -> None:
         """So many steps were random; lets the memory go."""
         if isinstance(self.sampler, ActionSampler):
@@ -158,6 +177,10 @@ class MixedActor:
         """What the policy wrote, and what chance would do."""
         drawn = [value.copy() for value in self._random.call(*masks)]  # they may stand where the policy writes
         return self._policy.call(*observation), drawn
+
+    def check(self, outputs: tuple[Any, list[Array]]) -> None:
+        """Holds the policy's outputs against its first ones."""
+        self._policy.check(outputs[0])
 
     def write(self, t: int, outputs: tuple[Any, list[Array]]) -> Sequence[Array]:
         """Stores both in row t; what else the policy wrote is zero where the action is random."""

@@ -34,6 +34,7 @@ class StepSampler:
         start = time.perf_counter()
         outputs = actor.call(*actor.observations[t])
         called = time.perf_counter()
+        actor.check(outputs)
         actions: Sequence[Any] = actor.write(t, outputs)
         driver.audit_step(t, actions)
         end = time.perf_counter()
