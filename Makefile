@@ -1,10 +1,10 @@
 # `make demo` and `make test` do all the set-up on a fresh machine.
-PYTHON ?= python3.11
+PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint slow bench clean
+.PHONY: demo test lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,10 +22,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -m "not slow"
-
-slow: $(READY)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
