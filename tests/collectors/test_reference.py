@@ -16,10 +16,14 @@ from rlcollect import Collector
 from rlcollect.testing import check_batch
 from tests.reference import ACTION_SPACES, OBSERVATION_SPACES, Scripted, ScriptedPolicy, reference
 
-scripts = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(["terminated", "truncated", "both"])), min_size=1, max_size=4)
+scripts = st.lists(
+    st.tuples(st.integers(1, 6), st.sampled_from(["terminated", "truncated", "both"])), min_size=1, max_size=4
+)
 
 
-def collect(scripts: list[Any], lanes: int | None, steps: int, total: int, space: str, action: str, **options: Any) -> list[TensorDictBase]:
+def collect(
+    scripts: list[Any], lanes: int | None, steps: int, total: int, space: str, action: str, **options: Any
+) -> list[TensorDictBase]:
     observation_space, action_space = OBSERVATION_SPACES[space], ACTION_SPACES[action]
     envs = [Scripted(i, scripts[i % len(scripts)], observation_space, action_space) for i in range(lanes or 1)]
     policy = ScriptedPolicy(action_space, lanes)

@@ -16,7 +16,7 @@ import numpy as np
 from rlcollect.envs.calls import MASK, LaneCalls, mask_of
 from rlcollect.envs.info import InfoRecorder, info_leaves
 from rlcollect.envs.make import EnvSource, close_all, make_env, spaces_agree
-from rlcollect.envs.spaces import ActionCodec, ObservationCodec, Rows, observation_codec
+from rlcollect.envs.spaces import ActionCodec, ObservationCodec, Rows, observation_codec, renamed
 from rlcollect.errors import EnvError, OptionError
 from rlcollect.failures import relayed
 from rlcollect.layout import Key, Leaf, numpy_dtype
@@ -114,6 +114,8 @@ class Lanes:
         self._calls = calls
         mask = _mask_leaf(what, first_info)
         self._paired = mask is not None
+        root: Key = () if isinstance(envs[0].observation_space, gym.spaces.Dict) else ("observation",)
+        self._whole_key = renamed(root, what.rename_keys or {})  # type: ignore[arg-type]
         self._codec = _codec(envs[0].observation_space, what, observation_names, mask)
         self.action_codec = ActionCodec(envs[0].action_space)
         self._decode = self.action_codec.decode
@@ -157,7 +159,7 @@ class Lanes:
     @property
     def whole_key(self) -> Key:
         """Where the whole observation stands: () for a Dict space, whose keys stand at the root."""
-        return () if isinstance(self._envs[0].observation_space, gym.spaces.Dict) else ("observation",)
+        return self._whole_key
 
     @property
     def action_leaves(self) -> Sequence[Leaf]:

@@ -26,6 +26,7 @@ __all__ = [
     "check_value",
     "fits",
     "observation_codec",
+    "renamed",
     "space_leaf",
 ]
 
@@ -91,7 +92,8 @@ def _check_known(option: str, asked: Sequence[Key], keys: Sequence[Key]) -> None
             raise OptionError(f"{option} names {show_key(prefix)}, which the observation space does not have. {hint}")
 
 
-def _renamed(key: Key, renames: Mapping[Key, Key]) -> Key:
+def renamed(key: Key, renames: Mapping[Key, Key]) -> Key:
+    """The key under its new name, if it or a level above it has one."""
     for old in sorted(renames, key=len, reverse=True):
         if _starts_with(key, old):
             return (*renames[old], *key[len(old) :])
@@ -200,7 +202,7 @@ def observation_codec(
     kept = [part for part in parts if not any(_starts_with(part[1], prefix) for prefix in exclude)]
     if not kept:
         raise SpaceError(f"Nothing is left of the observation space {space}.")
-    leaves = [space_leaf(part, _renamed(key, rename or {})) for part, key, _ in kept]
+    leaves = [space_leaf(part, renamed(key, rename or {})) for part, key, _ in kept]
     paths = [path for _, _, path in kept]
     if not keep_float64:
         leaves = [
