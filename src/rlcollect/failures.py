@@ -1,16 +1,23 @@
-"""How an exception reaches the caller: as itself, with who, where and the worker's own traceback."""
+"""How an exception reaches the caller: as itself, with who, where and the worker's own traceback.
+
+And how warnings point at the caller's line, not at one of ours.
+"""
 
 from __future__ import annotations
 
 import dis
+import signal
+import sys
 import traceback
-from types import TracebackType
+import warnings
+from types import CodeType, TracebackType
 
 from rlcollect.errors import EnvError, PolicyError, RlcollectError, WorkerError
 
-__all__ = ["relayed"]
+__all__ = ["is_interrupt", "relayed", "warn"]
 
 MISREAD = (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt)
+MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 OURS = ("rlcollect.envs.", "rlcollect.rollout.")
 
 
@@ -25,14 +32,14 @@ def relayed(error: BaseException, *, worker: int, lane: int | None, step: int) -
 
     Returns:
         The same exception, from a `WorkerError`; a `WorkerError` from it where it would be misread; a located
-        `EnvError` or `PolicyError` where an answer does not fit; a real Ctrl-C as it is.
+        `EnvError` or `PolicyError` where an answer does not fit; an interrupt from outside as it is.
     """
     where = f"worker {worker}, step {step}" if lane is None else f"worker {worker}, lane {lane}, step {step}"
     if isinstance(error, EnvError | PolicyError):
         return _caused(type(error)(f"{where}: {error}"), error)
-    if isinstance(error, RlcollectError) or (isinstance(error, KeyboardInterrupt) and not _raised_by_code(error)):
+    if isinstance(error, RlcollectError) or is_interrupt(error):
         return error
-    if isinstance(error, TypeError | ValueError | KeyError | IndexError) and _raised_in_our_code(error):
+    if isinstance(error, MISFITS) and _raised_in_our_code(error):
         kind = PolicyError if lane is None else EnvError
         whose = "policy" if lane is None else "environment"
         text = f"{where}: what the {whose} gave does not fit what it gave before: {type(error).__name__}: {error}"
@@ -47,9 +54,34 @@ def relayed(error: BaseException, *, worker: int, lane: int | None, step: int) -
     return _caused(error, report)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it came from outside: a typed Ctrl-C, or what a signal handler of the program raised."""
+    if not isinstance(error, KeyboardInterrupt | SystemExit):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    handlers = _signal_handlers()
+    if any(frame.f_code in handlers for frame, _ in frames):
+        return True
+    last = _last(error)  # Python's own handler raises between any two instructions, code at a `raise`
+    return isinstance(error, KeyboardInterrupt) and (last is None or _opcode(last) != dis.opmap["RAISE_VARARGS"])
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that points at the first line outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rlcollect."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level + 1)
+
+
 def _caused(error: BaseException, cause: BaseException) -> BaseException:
     error.__cause__ = cause
     return error
+
+
+def _signal_handlers() -> set[CodeType]:
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    return {handler.__code__ for handler in handlers if hasattr(handler, "__code__")}
 
 
 def _last(error: BaseException) -> TracebackType | None:
@@ -65,7 +97,5 @@ def _raised_in_our_code(error: BaseException) -> bool:
     return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith(OURS)
 
 
-def _raised_by_code(error: BaseException) -> bool:
-    """Whether a `raise` statement made it; a typed Ctrl-C comes between any two instructions."""
-    last = _last(error)
-    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+def _opcode(last: TracebackType) -> int:
+    return last.tb_frame.f_code.co_code[last.tb_lasti]

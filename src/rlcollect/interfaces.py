@@ -91,7 +91,7 @@ class EnvDriver(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` saved."""
 
-    def close(self) -> list[Exception]:
+    def close(self) -> list[BaseException]:
         """Closes the environments that are ours, once; the errors that came."""
 
 

@@ -50,14 +50,16 @@ def _flag(name: str, value: object) -> None:
         raise OptionError(f"{name} must be True or False, not {value!r}.")
 
 
-def _keys(name: str, value: Iterable[NestedKey]) -> tuple[tuple[str, ...], ...]:
+def _keys(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     """Keys as tuples; a single string is one key."""
+    if not isinstance(value, Iterable):
+        raise OptionError(f"{name} takes keys, strings or tuples of strings, not {value!r}.")
     keys = [value] if isinstance(value, str) else list(value)
-    tuples = tuple((key,) if isinstance(key, str) else tuple(key) for key in keys)
-    for key in tuples:
-        if not key or not all(isinstance(part, str) for part in key):
+    for key in keys:
+        parts = (key,) if isinstance(key, str) else key
+        if not (isinstance(parts, tuple) and parts and all(isinstance(part, str) for part in parts)):
             raise OptionError(f"{name} takes strings or tuples of strings, not {key!r}.")
-    return tuples
+    return tuple((key,) if isinstance(key, str) else key for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +124,32 @@ class What:
 
     def _check_keys(self) -> None:
         set_field = object.__setattr__
-        record = (self.record,) if isinstance(self.record, str) else tuple(self.record)
+        record = (self.record,) if isinstance(self.record, str) else self.record
+        if not isinstance(record, Iterable):
+            raise OptionError(f"record takes {', '.join(map(repr, RECORDABLE))}, not {record!r}.")
+        record = tuple(record)
         if unknown := [key for key in record if key not in RECORDABLE]:
             raise OptionError(f"record takes {', '.join(map(repr, RECORDABLE))}, not {unknown[0]!r}.")
         set_field(self, "record", record)
         set_field(self, "exclude_keys", _keys("exclude_keys", self.exclude_keys))
         set_field(self, "info_keys", self.info_forms)
+        if wrong := [form for form in self.info_forms.values() if not (form is None or isinstance(form, gym.Space))]:
+            raise OptionError(f"info_keys takes spaces (or None) as forms, not {wrong[0]!r}.")
         if self.rename_keys is not None:
+            if not isinstance(self.rename_keys, Mapping):
+                raise OptionError(f"rename_keys takes a mapping from old to new keys, not {self.rename_keys!r}.")
             old, new = _keys("rename_keys", self.rename_keys), _keys("rename_keys", self.rename_keys.values())
             set_field(self, "rename_keys", dict(zip(old, new, strict=True)))
         if self.obs_dtype not in (None, "env"):
             raise OptionError(f'obs_dtype must be None or "env", not {self.obs_dtype!r}.')
         if not (self.reset_options is None or isinstance(self.reset_options, Mapping) or callable(self.reset_options)):
             raise OptionError(f"reset_options must be a mapping or a callable, not {self.reset_options!r}.")
+
+    @property
+    def recorded(self) -> frozenset[str]:
+        """The optional keys that are recorded, whether asked for or because another option needs them."""
+        needed = [("step_count", self.max_frames_per_traj is not None), ("traj_ids", self.track_traj_ids)]
+        return frozenset([*self.record, *(name for name, is_needed in needed if is_needed)])
 
     @property
     def info_forms(self) -> dict[tuple[str, ...], gym.Space[Any] | None]:
@@ -161,11 +176,16 @@ class Where:
     def __post_init__(self) -> None:
         if self.num_envs is not None:
             object.__setattr__(self, "num_envs", _positive("num_envs", self.num_envs))
+        given = self.create_env_kwargs
+        each = [given] if given is None or isinstance(given, Mapping) else given
+        if not isinstance(each, Sequence) or not all(kw is None or isinstance(kw, Mapping) for kw in each):
+            raise OptionError(f"create_env_kwargs takes a mapping, or a sequence of one a lane, not {given!r}.")
         if self.storing_device is not None:
             try:
-                device = torch.device(self.storing_device)
-            except (RuntimeError, TypeError) as error:
-                raise OptionError(f"storing_device: {self.storing_device!r} is no torch device.") from error
+                device = torch.empty(0, device=self.storing_device).device
+            except (RuntimeError, TypeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+                text = f"storing_device={self.storing_device!r} is no device that torch has here: {error}"
+                raise OptionError(text) from error
             object.__setattr__(self, "storing_device", device)
 
 

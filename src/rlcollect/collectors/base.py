@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -26,6 +27,7 @@ from torch.utils.data import IterableDataset
 
 from rlcollect.envs.lanes import Lanes
 from rlcollect.errors import ClosedError, OptionError
+from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
 from rlcollect.rollout.build import build_engine, make_lanes, whole_steps
@@ -43,12 +45,15 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     """The one constructor, and all that does not depend on where frames are made."""
 
     option_kinds: ClassVar[tuple[type, ...]] = (What, Where, How, Sink)
+    _about: ClassVar[str] = ""  # the docstring as written
 
     def __init_subclass__(cls) -> None:
         """Gives a kind its signature and the description of its options, from their declarations."""
         super().__init_subclass__()
         cls.__signature__ = _signature(cls.option_kinds)  # type: ignore[attr-defined]
-        cls.__doc__ = f"{inspect.getdoc(cls)}\n\nOptions:\n{_described(cls.option_kinds)}"
+        if "__doc__" in vars(cls) and cls.__doc__:
+            cls._about = inspect.cleandoc(cls.__doc__)
+        cls.__doc__ = f"{cls._about}\n\nOptions:\n{_described(cls.option_kinds)}"
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         parsed = parse_options(type(self).__name__, self.option_kinds, options)
@@ -60,6 +65,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._frames = 0
         self._batches = 0
         self._seconds = 0.0
+        self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
         lanes = make_lanes(create_env_fn, self._what, self._where)
         try:
             self.num_envs = lanes.num_lanes
@@ -122,23 +128,42 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         if self._total_steps is not None:
             steps = min(steps, self._total_steps - self._frames // self.num_envs)
         start = time.perf_counter()
-        batch = self._closing_on_error(lambda: self._deliver(steps))
+        with self._closing_on_error():
+            batch = self._deliver(steps)
         self._seconds += time.perf_counter() - start
         return batch
 
     def _deliver(self, steps: int) -> TensorDictBase:
-        batch: Any = self._make(steps)
-        self._frames += batch.numel()
+        made = self._make(steps)
+        try:
+            batch = self._processed(made)
+        except BaseException as error:
+            self._engine.abandon()
+            raise relayed(error, worker=0, lane=None, step=self._engine.steps)  # noqa: B904 - it has a cause of its own
+        self._frames += made.numel()
         self._batches += 1
+        return batch
+
+    def _processed(self, batch: Any) -> Any:
         if self._sink.split_trajs:
             batch = split_trajectories(batch)
         for step in self._sink.postproc:  # type: ignore[union-attr]
             batch = step(batch)
+            if batch is None:
+                raise OptionError(f"postproc {step!r} returned None; it should return the batch.")
         return batch
 
     def _make(self, steps: int) -> TensorDictBase:
         batch = self._engine.rollout(steps)
-        return batch if self._where.storing_device is None else batch.to(self._where.storing_device)
+        device = self._where.storing_device
+        if device is None or device.type == "cpu":  # type: ignore[union-attr]
+            return batch
+        moved = batch.to(device)
+        if not self._sink.return_same_td:
+            return moved
+        if self._stored is None or self._stored.batch_size != moved.batch_size:
+            self._stored = moved
+        return self._stored.update_(moved)
 
     def rollout(self) -> TensorDictBase:
         """A full rollout as it is made: not post-processed, not counted in `total_frames`.
@@ -149,13 +174,16 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             `[N, T]`, or `[T]` for a single lane.
         """
         self._check_open()
-        return self._closing_on_error(lambda: self._make(self._steps))
+        with self._closing_on_error():
+            return self._make(self._steps)
 
-    def _closing_on_error(self, make: Any) -> Any:
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
         try:
-            return make()
-        except Exception:
-            self.shutdown()
+            yield
+        except BaseException as error:
+            if not is_interrupt(error):
+                self.shutdown()
             raise
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -217,19 +245,25 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._engine.seed(seeds[0], static=static_seed)
         return seeds[0] if static_seed else seeds[0] + 1
 
-    def reset(self, index: Any = None, **kwargs: Any) -> None:
+    def reset(
+        self, index: Any = None, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         """Begins a new episode now, in all lanes or in some: a CUT in their data.
 
         Args:
             index: a lane, several, a slice, or one bool a lane; None: all.
-            **kwargs: for the environments' `reset` (`seed=`, `options=`).
+            seed: one whose children seed these lanes, or a list of one for each of them.
+            options: for the environments' `reset`, in the place of `reset_options`.
 
         Raises:
-            OptionError: an index that names no lane.
+            OptionError: an index that names no lane, or a list of seeds of another length.
         """
         self._check_open()
         lanes = _lane_indices(index, self.num_envs)
-        self._closing_on_error(lambda: self._engine.reset(lanes, kwargs=kwargs))
+        if isinstance(seed, Sequence) and len(seed) != len(lanes):
+            raise OptionError(f"A list of seeds needs one a lane: {len(lanes)}, not {len(seed)}.")
+        with self._closing_on_error():
+            self._engine.reset(lanes, seed, options)
 
     def stats(self) -> Stats:
         """Figures so far: frames, speed, episodes, where the time goes."""
@@ -295,8 +329,12 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             return
         self._state = _State.CLOSED
         self._abandoned.detach()
-        for error in self._lanes.close():
-            warnings.warn(f"An environment failed to close: {type(error).__name__}: {error}", stacklevel=2)
+        errors = self._lanes.close()
+        for error in errors:
+            if not is_interrupt(error):
+                warn(f"An environment failed to close: {type(error).__name__}: {error}")
+        if interrupt := next(filter(is_interrupt, errors), None):
+            raise interrupt
 
     def _check_open(self) -> None:
         if self._state is _State.CLOSED:
@@ -320,8 +358,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
 
 
 def _close_abandoned(lanes: Lanes, name: str) -> None:
-    warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
     lanes.close()
+    warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -338,6 +376,8 @@ def _lane_indices(index: Any, num_lanes: int) -> list[int]:
     if isinstance(index, slice):
         return list(range(num_lanes))[index]
     values = torch.as_tensor(index).reshape(-1)
+    if values.dtype.is_floating_point or values.dtype.is_complex:
+        raise OptionError(f"reset takes lanes as integers, or one bool a lane; {index!r} came.")
     if values.dtype is torch.bool:
         if len(values) != num_lanes:
             raise OptionError(f"reset takes one bool a lane: {num_lanes}, not {len(values)}.")

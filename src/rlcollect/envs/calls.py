@@ -15,7 +15,7 @@ import numpy as np
 
 from rlcollect.envs.info import MISSING, InfoRecorder, info_entry
 from rlcollect.envs.spaces import ObservationCodec
-from rlcollect.errors import EnvError
+from rlcollect.errors import EnvError, OptionError
 from rlcollect.layout import Key
 
 __all__ = ["MASK", "LaneCalls", "mask_of"]
@@ -80,6 +80,8 @@ class LaneCalls:
             options = self._reset_options
             if callable(options):
                 options = options(lane, self._episodes[lane], self._last_info[lane])
+            if not (options is None or isinstance(options, Mapping)):
+                raise OptionError(f"reset_options should return a mapping or None; it returned {options!r}.")
             self._episodes[lane] += 1
             return reset(**{"options": None if options is None else dict(options), **kwargs})
 
@@ -157,8 +159,9 @@ def _scalar_reward(step: Step) -> Step:
 
     def scalar(action: Any) -> Any:
         observation, reward, *rest = step(action)
-        if np.size(reward) != 1:
-            raise EnvError(f"The reward should be one number; an array of shape {list(np.shape(reward))} came.")
-        return observation, np.asarray(reward).item(), *rest
+        value = np.asarray(reward)
+        if value.size != 1:
+            raise EnvError(f"The reward should be one number; an array of shape {list(value.shape)} came.")
+        return observation, value.item(), *rest
 
     return scalar

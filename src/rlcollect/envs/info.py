@@ -49,7 +49,10 @@ def info_leaves(keys: Mapping[Key, gym.Space[Any] | None], first_info: Mapping[s
 def _leaf_of(key: Key, value: Any) -> Leaf:
     if value is MISSING or value is None:
         return Leaf(key, (), torch.float32)
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # ragged
+        array = np.asarray(None)
     if array.dtype.kind not in "biuf":
         raise SpaceError(f"info_keys: the reset's info has {show_key(key)} = {value!r}, which is not numeric.")
     if array.dtype == np.float64:
@@ -115,16 +118,19 @@ class InfoRecorder:
             array[lane, t] = value
             self._unseen.discard(leaf.key)
 
-    def episode_ended(self) -> None:
+    def episode_ended(self, *, by_env: bool) -> None:
         """Called at the end of every episode.
 
+        Args:
+            by_env: whether the environment ended it, and not a limit of ours.
+
         Raises:
-            EnvError: an entry that no step has had, in a whole episode; in PATIENCE episodes where its form was
-                stated, since then it is known to be rare.
+            EnvError: an entry that no step has had, in an episode that was whole; in PATIENCE episodes where a limit
+                cuts them off, or where the entry's form was stated, since then it is known to be rare.
         """
         self._episodes += 1
         for key in sorted(self._unseen):
-            if self._episodes >= (PATIENCE if key in self._stated else 1):
+            if self._episodes >= (PATIENCE if key in self._stated or not by_env else 1):
                 raise EnvError(
                     f"info_keys asks for {show_key(key)}, and no step has had it in {self._episodes} whole episode(s). "
                     "Leave it out, have the environment put it into its info, or, if it is rare, state its form: "

@@ -51,7 +51,8 @@ def open_lanes(
     at: int | None = None
     try:
         for at in range(len(sources)):
-            envs.append(_distinct(make_env(*sources[at]), envs))
+            envs.append(make_env(*sources[at]))
+            _check_distinct(envs)
             if envs[at] is not sources[at][0]:
                 owned.append(envs[at])
         at = None
@@ -70,12 +71,13 @@ def open_lanes(
     return lanes
 
 
-def _distinct(env: Env, others: Sequence[Env]) -> Env:
-    if any(env is other for other in others):
+def _check_distinct(envs: Sequence[Env]) -> None:
+    twin = next(lane for lane, env in enumerate(envs) if env is envs[-1])
+    if twin != len(envs) - 1:
         raise OptionError(
-            "create_env_fn returned the same environment for two lanes; it should make a new one each time."
+            f"Lanes {twin} and {len(envs) - 1} are the same environment: create_env_fn returned it twice. "
+            "It should make a new one each time."
         )
-    return env
 
 
 def _checked_reset(result: Any) -> tuple[Any, dict[str, Any]]:
@@ -138,7 +140,7 @@ class Lanes:
         self._next: Mapping[Key, Array] = {}
         self._rows: list[Rows] = []
         self._after: Rows = self._current_rows
-        self._rewards: list[Array] = []
+        self._rewards: list[memoryview] = []
         self._terminated = self._truncated = np.zeros((0, 0), np.bool_)
 
     def begin(self, lane: int, observation: Any, info: dict[str, Any]) -> None:
@@ -179,7 +181,8 @@ class Lanes:
         for key, array in self._now.items():
             array[:, 0] = self.current[key]
         self._rows = [*_rows_in_time(self._codec, self._now)[1:], self._current_rows]
-        self._rewards = list(arrays["next", "reward"][..., 0].swapaxes(0, 1))
+        # memoryviews refuse what is no number, where an array would store None as NaN
+        self._rewards = [memoryview(row) for row in arrays["next", "reward"][..., 0].swapaxes(0, 1)]
         self._terminated = arrays["next", "terminated"][..., 0]
         self._truncated = arrays["next", "truncated"][..., 0]
         self._terminated.fill(False)
@@ -217,11 +220,14 @@ class Lanes:
         """Stores how an episode ended; the first observation of the next."""
         self._terminated[lane, t] = terminated
         self._truncated[lane, t] = truncated
+        self._codec.check(observation)  # some environments give nothing here
         self._after[lane, t] = observation
         self.ends.append((t, lane))
         if self._info is not None:
-            self._info.episode_ended()
-        return self._resets[lane]()[0]
+            self._info.episode_ended(by_env=True)
+        observation = self._resets[lane]()[0]
+        self._codec.check(observation)
+        return observation
 
     def truncate(self, t: int, lanes: Sequence[int]) -> None:
         """Marks frame t of these lanes as the truncated last of its episode, and resets them."""
@@ -232,7 +238,11 @@ class Lanes:
             self._truncated[lane, t] = True
             self.ends.append((t, lane))
             self.failed_lane = lane
-            row[lane] = self._resets[lane]()[0]
+            if self._info is not None:
+                self._info.episode_ended(by_env=False)
+            observation = self._resets[lane]()[0]
+            self._codec.check(observation)
+            row[lane] = observation
             self.failed_lane = None
 
     def _arrays_after(self, t: int) -> Mapping[Key, Array]:
@@ -288,7 +298,7 @@ class Lanes:
         for lane, env in enumerate(self._envs):
             _load_env_state(env, state[str(lane)])
 
-    def close(self) -> list[Exception]:
+    def close(self) -> list[BaseException]:
         """Closes the environments that were made here; instances that were passed in are their owner's."""
         owned, self._owned = self._owned, []
         return close_all(owned)

@@ -124,14 +124,14 @@ def _difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name:
     return next((difference for difference in differences if difference), None)
 
 
-def close_all(envs: Sequence[Env]) -> list[Exception]:
+def close_all(envs: Sequence[Env]) -> list[BaseException]:
     """Closes every environment, whatever the others do; the errors that came."""
     return [error for env in envs if (error := _close(env)) is not None]
 
 
-def _close(env: Env) -> Exception | None:
+def _close(env: Env) -> BaseException | None:
     try:
         env.close()
-    except Exception as error:
+    except BaseException as error:  # a Ctrl-C too: the others are closed before it goes on
         return error
     return None

@@ -53,9 +53,10 @@ def space_leaf(space: gym.Space[Any], key: Key) -> Leaf:
         SpaceError: the space has no tensor form.
     """
     if not isinstance(space, TENSOR_SPACES):
+        remedy = "W" if key[0] == "action" else f"Leave it out (exclude_keys=[{show_key(key)}]) or w"
         raise SpaceError(
             f"The space of {show_key(key)} has no tensor form: {space}. Supported are Box, Discrete, MultiDiscrete, "
-            f"MultiBinary, Dict and Tuple. Leave it out (exclude_keys=[{show_key(key)}]) or wrap the environment."
+            f"MultiBinary, Dict and Tuple. {remedy}rap the environment."
         )
     assert space.shape is not None
     try:

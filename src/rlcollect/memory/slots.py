@@ -67,8 +67,9 @@ class Slot:
             are missing.
     """
 
-    def __init__(self, tensors: dict[Key, torch.Tensor], *, batched: bool) -> None:
+    def __init__(self, tensors: dict[Key, torch.Tensor], *, batched: bool, device: torch.device | None = None) -> None:
         self.tensors = tensors
+        self._device = device
         self.arrays: dict[Key, Array] = {}
         for key, tensor in tensors.items():
             if tensor.dtype is not torch.bfloat16:
@@ -91,7 +92,7 @@ class Slot:
                 for part in key[:-1]:
                     level = level.setdefault(part, {})
                 level[key[-1]] = tensor
-        return TensorDict(nested, batch_size=batch_size, names=[*[None] * time, "time"])
+        return TensorDict(nested, batch_size=batch_size, names=[*[None] * time, "time"], device=self._device)
 
 
 class SlotSource:
@@ -102,9 +103,19 @@ class SlotSource:
         num_lanes: N; None for a single lane, whose tensors are `[T, *shape]`.
         steps: T of a full rollout; a shorter one uses the beginning of a block.
         reuse: whether blocks that were let go are used again.
+        device: what the batches say their device is: None, or the CPU.
     """
 
-    def __init__(self, layout: Layout, num_lanes: int | None, steps: int, *, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        num_lanes: int | None,
+        steps: int,
+        *,
+        reuse: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self._device = device
         self._layout = layout
         self._lead = () if num_lanes is None else (num_lanes,)
         self._steps = steps
@@ -114,7 +125,7 @@ class SlotSource:
         """Memory for `steps` steps. A rollout longer than a full one gets memory of its own."""
         lead = (*self._lead, steps)
         pool = self._pool if steps <= self._steps else BlockPool(self._layout.nbytes(*lead), keep=0)
-        return Slot(self._layout.carve(pool.take(), *lead), batched=bool(self._lead))
+        return Slot(self._layout.carve(pool.take(), *lead), batched=bool(self._lead), device=self._device)
 
 
 class SameSlot:
@@ -137,7 +148,7 @@ class SameSlot:
 
 class _Kept(Slot):
     def __init__(self, slot: Slot) -> None:
-        self.tensors, self.arrays, self._batched = slot.tensors, slot.arrays, slot._batched
+        self.tensors, self.arrays, self._batched, self._device = slot.tensors, slot.arrays, slot._batched, slot._device
         self._batch: TensorDict | None = None
 
     def batch(self, made: int) -> TensorDict:

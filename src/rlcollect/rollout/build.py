@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from rlcollect.envs.lanes import Lanes, open_lanes
 from rlcollect.envs.make import EnvSource, lane_sources
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
+from rlcollect.errors import RlcollectError
+from rlcollect.failures import relayed, warn
 from rlcollect.layout import Layout, Leaf
 from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
@@ -62,9 +63,10 @@ def build_engine(
     num_lanes = lanes.num_lanes if batched else None
     plan = None
     if not (policy is None or isinstance(policy, RandomPolicy)):
-        plan = _planned(policy, lanes, num_lanes, what)
+        plan = _planned(policy, lanes, num_lanes, what, worker)
     layout = Layout(_leaves(lanes, plan, what))
-    source = SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers)
+    on_cpu = where.storing_device if where.storing_device == torch.device("cpu") else None
+    source = SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers, device=on_cpu)
     seed = torch.initial_seed()
     engine = Engine(
         lanes,
@@ -81,15 +83,20 @@ def build_engine(
     return engine, plan
 
 
-def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What) -> Plan:
+def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What, worker: int) -> Plan:
     """The policy's plan; its probe leaves random states and module buffers as they were."""
     current = {key: torch.from_numpy(array.copy()) for key, array in lanes.current.items()}
     observation = current if num_lanes is not None else {key: tensor[0] for key, tensor in current.items()}
     ours = _optional_names(what)
-    with untouched_randomness(), _UntouchedBuffers(policy):
-        return plan_policy(
-            policy, observation, lanes.action_codec, num_lanes=num_lanes, whole=lanes.whole_key, ours=ours
-        )
+    try:
+        with untouched_randomness(), _UntouchedBuffers(policy):
+            return plan_policy(
+                policy, observation, lanes.action_codec, num_lanes=num_lanes, whole=lanes.whole_key, ours=ours
+            )
+    except RlcollectError:
+        raise
+    except BaseException as error:
+        raise relayed(error, worker=worker, lane=None, step=0)  # noqa: B904 - it has a cause of its own
 
 
 class _UntouchedBuffers:
@@ -126,24 +133,20 @@ def _random_actor(lanes: Lanes, generator: np.random.Generator, *, needed: bool)
     return RandomActor(make, generator, [leaf.key for leaf in codec.leaves])
 
 
-def _recorded(what: What) -> set[str]:
-    return {*what.record, *(["step_count"] if what.max_frames_per_traj is not None else [])}
-
-
 def _optional_names(what: What) -> list[str]:
-    return [name for name in ("is_init", "step_count") if name in _recorded(what)]
+    return [name for name in ("is_init", "step_count") if name in what.recorded]
 
 
 def _leaves(lanes: Lanes, plan: Plan | None, what: What) -> list[Leaf]:
     """Every tensor of a frame, in the order of a batch."""
     outputs = lanes.action_leaves if plan is None else plan.outputs
     flags = [Leaf((name,), (1,), torch.bool) for name in ("done", "terminated", "truncated")]
-    recorded = _recorded(what)
+    recorded = what.recorded
     count = [Leaf(("step_count",), (1,), torch.int64)] if "step_count" in recorded else []
     first = [Leaf(("is_init",), (1,), torch.bool)] if "is_init" in recorded else []
     after = [*lanes.leaves, Leaf(("reward",), (1,), torch.float32), *flags, *count]
     marks = [Leaf(("policy_version",), (), torch.int64)]
-    if what.track_traj_ids:
+    if "traj_ids" in recorded:
         marks.insert(0, Leaf(("traj_ids",), (), torch.int64))
     if "worker" in recorded:
         marks.append(Leaf(("worker",), (), torch.int64))
@@ -163,8 +166,5 @@ def whole_steps(name: str, frames: int, lanes: int) -> int:
     """Steps of all lanes that make `frames` frames; one warning where that is rounded up."""
     steps = math.ceil(frames / lanes)
     if steps * lanes != frames:
-        warnings.warn(
-            f"{name}={frames} is not a multiple of the {lanes} lanes; it is rounded up to {steps * lanes}.",
-            stacklevel=2,
-        )
+        warn(f"{name}={frames} is not a multiple of the {lanes} lanes; it is rounded up to {steps * lanes}.")
     return steps

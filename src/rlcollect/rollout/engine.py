@@ -76,7 +76,7 @@ class Engine:
     ) -> None:
         self.policy_version = 0
         self.steps = 0
-        self.episodes = Episodes(driver.num_lanes, prefix=worker)
+        self.episodes = Episodes(driver.num_lanes, prefix=worker, record=what.recorded)
         self.sampler = StepSampler()
         self.stream = stream
         self.warmup_left = _shares(what.init_random_frames or 0, driver.num_lanes)
@@ -87,6 +87,7 @@ class Engine:
         self._how = how
         self._worker = worker
         self._set_truncated = what.set_truncated
+        self._recorded = what.recorded
         self._limit = what.max_frames_per_traj
         self._interruptor: Interruptor | None = how.interruptor
         self._mixed: MixedActor | None = None
@@ -118,7 +119,7 @@ class Engine:
             self._fill(slot.arrays, made)
             self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
         except BaseException:
-            self._due = set(range(self._driver.num_lanes))  # this rollout is lost: a CUT
+            self.abandon()
             raise
         finally:
             self._release()
@@ -160,9 +161,13 @@ class Engine:
             t = stop
             if self._limit is not None:
                 self._truncate(t, self._limit)
-            if self._interruptor is not None and self._interruptor.collection_stopped():
+            if self._interruptor is not None and self._stopped(self._interruptor, t):
                 break
         return t
+
+    def _stopped(self, interruptor: Interruptor, t: int) -> bool:
+        with self._located(t):
+            return interruptor.collection_stopped()
 
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
         """Who acts from step t on, and the step before which something needs deciding."""
@@ -225,21 +230,43 @@ class Engine:
         versions.fill(RANDOM_VERSION if self._policy is None else self.policy_version)
         if self._policy is not None and self.warmup_left.any():
             versions[:, :made][np.arange(made) < self.warmup_left[:, None]] = RANDOM_VERSION
-        if (key := ("collector", "worker")) in arrays:
-            arrays[key].fill(self._worker)
+        if "worker" in self._recorded:
+            arrays["collector", "worker"].fill(self._worker)
         self.episodes.fill(arrays, made, self._driver.ends)
 
     # --- between rollouts ---
 
     def reset(
-        self, lanes: Sequence[int], seeds: Sequence[int] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        lanes: Sequence[int],
+        seeds: Sequence[int] | int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a new episode in these lanes: a CUT. Seeds that wait for their lane's next reset are used up."""
-        if seeds is None and any(lane in self._seeds for lane in lanes):
-            for lane in lanes:
-                self._reset([lane], self._seeds.pop(lane, None), kwargs)
-        else:
-            self._reset(lanes, seeds, kwargs)
+        """Begins a new episode in these lanes: a CUT.
+
+        Args:
+            lanes: which.
+            seeds: one a lane, or one whose children seed them; None: seeds that wait for a lane are used up.
+            options: for the environments' `reset`; None: `reset_options`.
+        """
+        if isinstance(seeds, int):
+            seeds = [lane_seed(seeds, self._worker, lane) for lane in lanes]
+        waiting = {**self._seeds, **dict(zip(lanes, seeds or (), strict=bool(seeds)))}
+        kwargs = {} if options is None else {"options": dict(options)}
+        try:
+            for group in ([lane for lane in lanes if (lane in waiting) is seeded] for seeded in (True, False)):
+                if group:
+                    given = [waiting[lane] for lane in group] if group[0] in waiting else None
+                    with self._located(0):
+                        self._driver.reset(group, given, kwargs)
+        except BaseException:
+            self._due |= set(lanes)  # some were reset, and are to be again
+            raise
+        self.episodes.cut(lanes)
+        self._births[list(lanes)] = self.steps
+        self._due -= set(lanes)
+        for lane in lanes:
+            self._seeds.pop(lane, None)
 
     def _prepare(self) -> None:
         """Resets what is due before a rollout."""
@@ -248,12 +275,9 @@ class Engine:
         if self._due:
             self.reset(sorted(self._due))
 
-    def _reset(self, lanes: Sequence[int], seeds: Any, kwargs: Mapping[str, Any] | None) -> None:
-        with self._located(0):
-            self._driver.reset(lanes, [seeds] if isinstance(seeds, int) else seeds, kwargs)
-        self.episodes.cut(lanes)
-        self._births[list(lanes)] = self.steps
-        self._due -= set(lanes)
+    def abandon(self) -> None:
+        """The last rollout is lost: new episodes begin with the next, a CUT."""
+        self._due = set(range(self._driver.num_lanes))
 
     def seed(self, seed: int | Sequence[int], *, static: bool = False) -> None:
         """Seeds the lanes, at their next reset, which comes with the next rollout; the policy's and random streams now.

@@ -7,7 +7,7 @@ which episodes began.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,11 @@ class Episodes:
     Args:
         num_lanes: N.
         prefix: the worker's number, unique among all workers there ever are.
+        record: which of "traj_ids", "step_count", "is_init" are written. (A key of that name may be the user's own.)
     """
 
-    def __init__(self, num_lanes: int, prefix: int = 0) -> None:
+    def __init__(self, num_lanes: int, prefix: int = 0, record: Collection[str] = ()) -> None:
+        self._record = frozenset(record)
         self.ages = np.zeros(num_lanes, np.int64)
         self.finished = 0
         self.returns: deque[float] = deque(maxlen=REMEMBERED)
@@ -60,22 +62,22 @@ class Episodes:
         """Writes what is asked for of ids, step counts and first-frame marks, and goes on to the next rollout.
 
         Args:
-            arrays: the memory `[N, T, ...]`; keys that it lacks are not recorded.
+            arrays: the memory `[N, T, ...]`.
             made: how many of the T steps were made.
             ends: (t, lane) of every episode that ended, in order of time.
         """
         times, lanes = _columns(ends)
         self._remember(arrays["next", "reward"][:, :made, 0], times, lanes)
         ids = self._forward(self._ids, times, lanes, self._new_ids(len(times)), made)
-        if (key := ("collector", "traj_ids")) in arrays:
-            arrays[key][:, :made] = ids[:, :-1]
+        if "traj_ids" in self._record:
+            arrays["collector", "traj_ids"][:, :made] = ids[:, :-1]
         self._ids = ids[:, -1].copy()
         first = self._forward(-self.ages, times, lanes, times + 1, made)  # when the episode of each frame began
         counts = np.arange(made + 1) - first
-        if ("step_count",) in arrays:
+        if "step_count" in self._record:
             arrays["step_count",][:, :made, 0] = counts[:, :-1]
             arrays["next", "step_count"][:, :made, 0] = counts[:, :-1] + 1
-        if ("is_init",) in arrays:
+        if "is_init" in self._record:
             arrays["is_init",][:, :made, 0] = counts[:, :-1] == 0
         self.ages = counts[:, -1].copy()
 

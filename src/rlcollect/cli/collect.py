@@ -1,0 +1,146 @@
+"""`rlcollect collect`: frames of an environment, into a dataset on disk."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from rich.console import Console
+from tyro import conf
+
+from rlcollect import Collector
+from rlcollect.cli.interrupt import CtrlC
+from rlcollect.cli.policies import load_policy
+from rlcollect.cli.progress import Report
+from rlcollect.cli.summary import print_summary
+from rlcollect.errors import OptionError
+from rlcollect.export import DatasetWriter
+
+__all__ = ["Collect", "frames_of_a_batch"]
+
+STEPS = 256
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collect:
+    """Collect frames of an environment, and write them to a folder as they come.
+
+    The folder holds a memory-mapped TensorDict, which can be loaded at any time. Ctrl-C ends the collection and keeps
+    what was collected.
+
+    Attributes:
+        env: A Gymnasium id; "module:id" imports the module first, as seen from the current folder.
+        frames: How many frames to collect, over all lanes.
+        out: The folder to write; it must not exist, unless --overwrite.
+        num_envs: Lanes that are stepped together. Without it, one environment, and no dimension of lanes.
+        policy: "random"; "module:attribute", an nn.Module, its class or any callable, found from the current folder
+            (the module is Python, and runs); or the FILE.pt2 of a torch.export program, called on observations [N,
+            ...] with N lanes. Such a file is not trusted: one that would unpickle anything but tensors, or run Python
+            or native code of its own, is refused. Torch's own operators, and its reader of the file, are trusted.
+        weights: A state dict for the policy, as torch.save wrote it; nothing but tensors and plain values is unpickled.
+        max_frames_per_traj: Frames after which an episode is truncated.
+        seed: Makes the run repeatable.
+        frames_per_batch: Frames that are written at once; 256 steps of all lanes, if not given.
+        overwrite: Replace the dataset that stands in --out.
+    """
+
+    env: conf.Positional[str]
+    frames: Annotated[int, conf.arg(metavar="N")]
+    out: Annotated[Path, conf.arg(metavar="DIR")]
+    num_envs: Annotated[int | None, conf.arg(metavar="N")] = None
+    policy: Annotated[str, conf.arg(metavar="random|MODULE:ATTRIBUTE|FILE.pt2")] = "random"
+    weights: Annotated[Path | None, conf.arg(metavar="FILE")] = None
+    max_frames_per_traj: Annotated[int | None, conf.arg(metavar="N")] = None
+    seed: Annotated[int | None, conf.arg(metavar="N")] = None
+    frames_per_batch: Annotated[int | None, conf.arg(metavar="N")] = None
+    overwrite: conf.FlagCreatePairsOff[bool] = False
+
+    def run(self) -> int:
+        """Collects.
+
+        Returns:
+            The exit status: 0, or 130 where Ctrl-C ended it.
+
+        Raises:
+            RlcollectError: it cannot be done; what was written stays.
+            What an environment or the policy raised, from a `WorkerError`; what was written stays.
+        """
+        console = Console()
+        with self._collector() as collector:
+            writer = DatasetWriter(self.out, overwrite=self.overwrite)
+            clock = _Clock()
+            try:
+                with writer:
+                    finished = _collect(collector, writer, clock, console)
+            finally:
+                if writer.frames:
+                    print_summary(
+                        console, self.out, collector.stats(), writer.frames, clock.seconds, clock.seconds_on_disk
+                    )
+        if finished:
+            return 0
+        told = f"the dataset holds {writer.frames:,} frames" if writer.frames else "nothing was written"
+        print(f"interrupted: {told}", file=sys.stderr)
+        return INTERRUPTED
+
+    def _collector(self) -> Collector:
+        if self.frames < 1:
+            raise OptionError(f"--frames must be positive, not {self.frames}")
+        if self.seed is not None:
+            if self.seed < 0:
+                raise OptionError(f"--seed must not be negative; {self.seed} came")
+            torch.manual_seed(self.seed)  # for policies that are made here
+        policy = load_policy(self.policy, self.weights)
+        num_envs, given = policy.lanes(self.num_envs), self.frames_per_batch
+        collector = Collector(
+            self.env,
+            policy.call,
+            frames_per_batch=frames_of_a_batch(num_envs, self.frames) if given is None else given,
+            total_frames=self.frames,
+            max_frames_per_traj=self.max_frames_per_traj,
+            num_envs=num_envs,
+        )
+        if self.seed is not None:
+            collector.set_seed(self.seed)
+        return collector
+
+
+def frames_of_a_batch(num_envs: int | None, frames: int | None = None) -> int:
+    """Frames of a batch where the user does not say: whole steps of all lanes, and no more than are asked for."""
+    lanes = max(num_envs or 1, 1)
+    return lanes * (STEPS if frames is None else min(STEPS, math.ceil(frames / lanes)))
+
+
+@dataclass
+class _Clock:
+    """Seconds since it was made, and those of them that writing files took."""
+
+    seconds_on_disk: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _collect(collector: Collector, writer: DatasetWriter, clock: _Clock, console: Console) -> bool:
+    """Writes batch after batch; whether all came, or Ctrl-C first."""
+    with CtrlC() as ctrl_c, Report(console, collector.total_frames) as report:
+        try:
+            while not ctrl_c.asked and (batch := collector.next()) is not None:
+                start = clock.seconds
+                writer.write(batch)
+                clock.seconds_on_disk += clock.seconds - start
+                report.update(writer.frames, collector.stats())
+        except KeyboardInterrupt:
+            if not ctrl_c.asked:
+                raise
+    return writer.frames == collector.total_frames
