@@ -80,8 +80,8 @@ def _caused(error: BaseException, cause: BaseException) -> BaseException:
 
 
 def _signal_handlers() -> set[CodeType]:
-    handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    return {handler.__code__ for handler in handlers if hasattr(handler, "__code__")}
+    codes = (getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals())
+    return {code for code in codes if code is not None}
 
 
 def _last(error: BaseException) -> TracebackType | None:

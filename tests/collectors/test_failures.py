@@ -350,6 +350,28 @@ class TestMisreadExceptions:
         assert made.closed == 1
 
     @pytest.mark.parametrize("kind", MISREAD)
+    @pytest.mark.parametrize("where", ["step", "interruptor"])
+    def test_nor_at_the_first_step(self, kind, where):
+        """Which is one of those that are looked at more closely."""
+        error = raised_by(lambda: self.run(kind, where, later=0))
+        assert isinstance(error, WorkerError), repr(error)
+        assert isinstance(error.__cause__, kind)
+
+    @pytest.mark.parametrize("kind", MISREAD)
+    @pytest.mark.parametrize("call", ["reset", "set_seed", "limit"])
+    def test_nor_in_a_reset_that_the_collector_wants(self, kind, call):
+        limit = {"max_frames_per_traj": 2} if call == "limit" else {}
+        env = Breaker(where="reset", at=2, exception=kind, length=None)
+        with Collector(env, frames_per_batch=4, **limit) as collector:
+            if call == "set_seed":
+                collector.set_seed(0)
+            error = raised_by(collector.reset if call == "reset" else collector.next)
+            assert isinstance(error, WorkerError), repr(error)
+            assert isinstance(error.__cause__, kind)
+            assert error.lane == 0
+            assert collector.closed
+
+    @pytest.mark.parametrize("kind", MISREAD)
     def test_the_collector_is_closed_after_it(self, kind):
         env = Breaker(at=3, exception=kind)
         collector = Collector(lambda: env, frames_per_batch=8)
@@ -820,9 +842,11 @@ class TestAnswersThatDoNotFit:
         with Collector(env, frames_per_batch=400) as collector, pytest.raises(EnvError, match="worker 0, lane 0"):
             collector.next()
 
-    def test_none_once_is_found_too(self):
-        """A sampled step will not see it; a row of NaN would go to the learner in silence."""
-        env = Answering(lambda env: (None if env.calls["step"] == 3 else env.observe(), 1.0, False, False, {}))
+    def test_none_at_the_end_of_an_episode_is_found_too(self):
+        """A sampled step would not see it; a row of NaN would go to the learner in silence."""
+        env = Answering(
+            lambda env: (None if env.calls["step"] == 3 else env.observe(), 1.0, env.calls["step"] == 3, False, {})
+        )
         with Collector(env, frames_per_batch=8) as collector, pytest.raises(EnvError, match="lane 0, step 2"):
             collector.next()
 

@@ -505,15 +505,33 @@ class TestReset:
     def test_arguments_reach_the_environments(self):
         envs = counters(5, 5)
         with Collector(envs, frames_per_batch=4) as collector:
-            collector.reset(1, options={"level": 3}, seed=9)
+            collector.reset(1, options={"level": 3}, seed=[9])
         assert [env.last_options for env in envs] == [None, {"level": 3}]
         assert [env.seeds for env in envs] == [[], [9]]
+
+    def test_one_seed_gives_each_lane_a_child_of_its_own(self):
+        envs = counters(5, 5, 5)
+        with Collector(envs, frames_per_batch=6) as collector:
+            collector.reset(seed=9)
+            collector.reset([2, 0], seed=9)
+        assert len({env.last_seed for env in envs}) == 3
+        assert [len(set(env.seeds)) for env in envs] == [1, 1, 1]  # whichever lanes are reset beside it
+
+    def test_a_list_of_seeds_goes_to_the_lanes_as_they_were_named(self):
+        envs = counters(5, 5, 5)
+        with Collector(envs, frames_per_batch=6) as collector:
+            collector.reset([2, 0], seed=[22, 11])
+            assert [env.last_seed for env in envs] == [11, None, 22]
+            for wrong in ([1], [1, 2, 3]):
+                with pytest.raises(OptionError, match="one a lane"):
+                    collector.reset([2, 0], seed=wrong)
+            assert not collector.closed
 
     def test_a_seed_given_here_wins_over_one_that_is_pending(self):
         envs = counters(5, 5)
         with Collector(envs, frames_per_batch=4) as collector:
             collector.set_seed([1, 2])
-            collector.reset(0, seed=9)
+            collector.reset(0, seed=[9])
             check_batch(collector.next())
         assert [env.last_seed for env in envs] == [9, 2]
 
@@ -744,7 +762,7 @@ class TestStats:
             for _ in range(24 // steps):
                 collector.next()
             returns = sorted(collector.state_dict()["episodes"]["returns"], key=str)
-        wanted = [1 + wild] * 5 + [3.0] * 10
+        wanted = [1 + wild] * 5 + [3.0] * 9
         assert [value for value in returns if value == 3] == wanted[5:]
 
     def test_returns_are_summed_in_double_precision(self):

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from rlcollect.rollout.direct import DirectCall
 

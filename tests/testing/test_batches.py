@@ -272,7 +272,6 @@ class TestForm:
             (("next", "done"), torch.float32, "torch.bool"),
             (("next", "reward"), torch.float64, "torch.float32"),
             (("next", "step_count"), torch.int32, "torch.int64"),
-            ("is_init", torch.int64, "torch.bool"),
             (IDS, torch.int32, "torch.int64"),
             (VERSION, torch.float32, "torch.int64"),
         ],

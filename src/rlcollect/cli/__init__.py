@@ -5,14 +5,15 @@ The only room that knows tyro and rich; `import rlcollect` brings in neither.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any, TextIO
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 from gymnasium.error import DependencyNotInstalled, UnregisteredEnv
+from tyro import conf
 
 from rlcollect.cli.bench import Bench
 from rlcollect.cli.collect import INTERRUPTED, Collect
@@ -22,8 +23,8 @@ __all__ = ["main"]
 
 FAILED, WRONG_USAGE = 1, 2
 Command = (
-    Annotated[Collect, tyro.conf.subcommand("collect", prefix_name=False)]
-    | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
+    Annotated[Collect, conf.subcommand("collect", description="Collect frames of an environment into a folder.")]
+    | Annotated[Bench, conf.subcommand("bench", description="Measure a collector beside a hand-written loop.")]
 )
 
 
@@ -40,10 +41,13 @@ def main(args: Sequence[str] | None = None) -> int:
         SystemExit: after `--help` (0), or words that are no command (2).
     """
     command: Any = tyro.cli(
-        Command, prog="rlcollect", description="Collect experience of an environment.", args=args  # type: ignore[arg-type]
+        Command,
+        prog="rlcollect",
+        description="Collect experience of an environment.",
+        args=args,
     )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         try:
@@ -69,7 +73,5 @@ def _told(error: Exception) -> str | None:
     return None
 
 
-def _warn(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
-) -> None:
-    print(f"warning: {message}", file=file or sys.stderr)
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)

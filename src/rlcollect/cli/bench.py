@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from rlcollect.errors import OptionError
 __all__ = ["Bench"]
 
 Env = gym.Env[Any, Any]
-Act = Callable[[Sequence[Any]], Sequence[Any]]
+Act = Callable[[], Any]
+ONE_TENSOR = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Bench:
         rounds: How often they take turns.
     """
 
-    env: conf.Positional[str]
+    env: conf.Positional[Annotated[str, conf.arg(metavar="ENV")]]
     policy: Annotated[str, conf.arg(metavar="random|MODULE:ATTRIBUTE|FILE.pt2")] = "random"
     weights: Annotated[Path | None, conf.arg(metavar="FILE")] = None
     num_envs: Annotated[int | None, conf.arg(metavar="N")] = None
@@ -114,21 +115,73 @@ def _table(title: str, ours: list[float], theirs: list[float]) -> Table:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def _by_hand(env_id: str, policy: Any, num_envs: int | None) -> Iterator[int]:
-    """Steps and acts; yields how many frames that were, about as many as a batch of ours has."""
+def _by_hand(env_id: str, policy: Any, num_envs: int | None) -> Generator[int, None, None]:
+    """Steps and acts; yields how many frames that were, as many as a batch of ours has."""
     envs: list[Env] = [gym.make(env_id) for _ in range(num_envs or 1)]
     try:
-        current = _Rows([env.reset()[0] for env in envs], batched=num_envs is not None)
-        act = _actor(envs, policy, current)
+        first = [env.reset()[0] for env in envs]
+        current = first if policy is None else _array(first, envs[0].observation_space)
+        act = _acting(policy, current, envs, batched=num_envs is not None)
         while True:
             frames = 0
             with torch.no_grad():
                 while frames < frames_of_a_batch(num_envs):
-                    for lane, (env, action) in enumerate(zip(envs, act(), strict=True)):
-                        observation, _, terminated, truncated, _ = env.step(action)
+                    actions = act()
+                    for lane, env in enumerate(envs):
+                        observation, _, terminated, truncated, _ = env.step(actions[lane])
                         current[lane] = env.reset()[0] if terminated or truncated else observation
                     frames += len(envs)
             yield frames
     finally:
         for env in envs:
             env.close()
+
+
+def _array(observations: list[Any], space: gym.Space[Any]) -> Any:
+    """The lanes' observations in one array, in the dtype in which a collector shows them."""
+    if not isinstance(space, ONE_TENSOR):
+        raise OptionError(f"the hand-written loop shows a policy one tensor; the observation space is {space}")
+    array = np.stack(observations)
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _acting(policy: Any, current: Any, envs: list[Env], *, batched: bool) -> Act:
+    """What gives an action a lane, for the observations that `current` holds then."""
+    if policy is None:
+        return lambda: [env.action_space.sample() for env in envs]
+    space = envs[0].action_space
+    if not isinstance(space, ONE_TENSOR):
+        raise OptionError(f"the hand-written loop takes a policy's action as one tensor; the action space is {space}")
+    rows = torch.from_numpy(current)
+    call = _caller(policy, rows if batched else rows[0], [len(envs)] if batched else [])
+    if isinstance(space, spaces.Discrete):
+        return (lambda: call().tolist()) if batched else (lambda: [call().item()])
+    if batched:
+        return lambda: call().numpy()
+    return lambda: [call().numpy()]
+
+
+def _caller(policy: Any, shown: torch.Tensor, lanes: list[int]) -> Callable[[], torch.Tensor]:
+    """Calls the policy on a tensor, or on a TensorDict where it takes one."""
+
+    def with_tensor() -> torch.Tensor:
+        return _action(policy(shown))
+
+    def with_tensordict() -> torch.Tensor:
+        return _action(policy(TensorDict({"observation": shown}, lanes)))
+
+    if hasattr(policy, "in_keys"):
+        return with_tensordict
+    try:
+        with torch.no_grad():
+            with_tensor()
+    except Exception:
+        with torch.no_grad():
+            with_tensordict()  # the collector has called it before: one of the two works
+        return with_tensordict
+    return with_tensor
+
+
+def _action(result: Any) -> torch.Tensor:
+    action: torch.Tensor = result["action"] if isinstance(result, TensorDictBase | Mapping) else result
+    return action

@@ -39,10 +39,11 @@ class Collect:
         frames: How many frames to collect, over all lanes.
         out: The folder to write; it must not exist, unless --overwrite.
         num_envs: Lanes that are stepped together. Without it, one environment, and no dimension of lanes.
-        policy: "random"; "module:attribute", an nn.Module, its class or any callable, found from the current folder
-            (the module is Python, and runs); or the FILE.pt2 of a torch.export program, called on observations [N,
-            ...] with N lanes. Such a file is not trusted: one that would unpickle anything but tensors, or run Python
-            or native code of its own, is refused. Torch's own operators, and its reader of the file, are trusted.
+        policy: "random"; or "module:attribute", where the attribute is an nn.Module, its class, or any callable, and
+            the module is found from the current folder, and runs; or the FILE.pt2 of a torch.export program, which is
+            called on observations [N, *shape] with N lanes. What is in such a file is not trusted: one that unpickles
+            anything but tensors, or brings Python or native code along, is refused. Trusted are torch's operators, and
+            its reader of such files.
         weights: A state dict for the policy, as torch.save wrote it; nothing but tensors and plain values is unpickled.
         max_frames_per_traj: Frames after which an episode is truncated.
         seed: Makes the run repeatable.
@@ -50,7 +51,7 @@ class Collect:
         overwrite: Replace the dataset that stands in --out.
     """
 
-    env: conf.Positional[str]
+    env: conf.Positional[Annotated[str, conf.arg(metavar="ENV")]]
     frames: Annotated[int, conf.arg(metavar="N")]
     out: Annotated[Path, conf.arg(metavar="DIR")]
     num_envs: Annotated[int | None, conf.arg(metavar="N")] = None

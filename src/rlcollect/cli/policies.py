@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _failed_import(name: str, error: Exception) -> PolicyError:
     )
 
 
-def _is_importlib(code: Any) -> bool:
+def _is_importlib(code: CodeType) -> bool:
     return code.co_filename == importlib.__file__ or code.co_filename.startswith("<frozen importlib")
 
 

@@ -54,16 +54,17 @@ FUNCTIONS = re.compile(
     r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond|while_loop|scan|map_impl)"
 )
 SYNTAX = (
-    *(ast.Expression, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.Subscript, ast.Attribute),
-    *(ast.Name, ast.Constant, ast.keyword, ast.Load, ast.operator, ast.boolop, ast.unaryop, ast.cmpop),
+    *(ast.Expression, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Name, ast.keyword),
+    *(ast.Load, ast.operator, ast.boolop, ast.unaryop, ast.cmpop),
 )
-CALLED = frozenset(
-    "Symbol Integer Rational Float Add Mul Pow Max Min Abs Not And Or Eq Equality Ne Unequality Lt StrictLessThan Le "
-    "LessThan Gt StrictGreaterThan Ge GreaterThan floor ceiling Mod PythonMod FloorDiv CleanDiv CeilDiv IntTrueDiv "
-    "FloatTrueDiv ModularIndexing Where CeilToInt FloorToInt TruncToInt TruncToFloat RoundToInt RoundDecimal ToFloat "
-    "LShift RShift PowByNatural FloatPow Identity IsNonOverlappingAndDenseIndicator max min abs".split()
+CALLED = re.compile(
+    r"Symbol|Integer|Rational|Float|Add|Mul|Pow|Max|Min|Abs|Not|And|Or|floor|ceiling|max|min|abs"
+    r"|Eq|Equality|Ne|Unequality|Lt|StrictLessThan|Le|LessThan|Gt|StrictGreaterThan|Ge|GreaterThan"
+    r"|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|IntTrueDiv|FloatTrueDiv|ModularIndexing|Where|Identity"
+    r"|CeilToInt|FloorToInt|TruncToInt|TruncToFloat|RoundToInt|RoundDecimal|ToFloat|LShift|RShift|PowByNatural|FloatPow"
+    r"|IsNonOverlappingAndDenseIndicator"
 )
-METHODS = frozenset("size stride storage_offset ceil floor trunc sqrt isnan inf".split())
+METHODS = re.compile(r"size|stride|storage_offset|ceil|floor|trunc|sqrt|isnan|inf")
 
 
 def load_program(path: Path) -> nn.Module:
@@ -141,7 +142,7 @@ def _check_archive(archive: PT2ArchiveReader, records: list[str]) -> None:
             "its sample inputs hold more than tensors and plain values, and would be unpickled"
         ) from error
     for key in _keys(samples):
-        if not (isinstance(key, str) and WORD.fullmatch(key)):
+        if not _is(WORD, key):
             _refuse(f"its sample inputs have the key {key!r}, which is no plain name")
     _check(json.loads(archive.read_bytes(PROGRAM)), "")
 
@@ -194,19 +195,22 @@ def _check_target(name: str) -> None:
 def _check_expression(text: str) -> None:
     """A shape or a guard: arithmetic and comparisons of sizes."""
     _matches(EXPRESSION, "an expression")(text)
-    for node in ast.walk(ast.parse(text, mode="eval")):
-        called = node.func if isinstance(node, ast.Call) else None
-        if (
-            not isinstance(node, SYNTAX)
-            or (called and not (isinstance(called, ast.Attribute) or getattr(called, "id", None) in CALLED))
-            or (isinstance(node, ast.Attribute) and node.attr not in METHODS)
-            or (isinstance(node, ast.Constant) and not _is_plain(node.value))
-        ):
-            _refuse(f"it has {text!r} for an expression")
+    if not all(_is_arithmetic(node) for node in ast.walk(ast.parse(text, mode="eval"))):
+        _refuse(f"it has {text!r} for an expression")
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, str) and WORD.fullmatch(value) is not None)
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) or _is(CALLED, getattr(node.func, "id", None))
+    if isinstance(node, ast.Attribute):
+        return _is(METHODS, node.attr)
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float) or _is(WORD, node.value)
+    return isinstance(node, SYNTAX)
+
+
+def _is(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
 def _check_structure(text: str) -> None:
@@ -217,7 +221,7 @@ def _check_structure(text: str) -> None:
         spec = waiting.pop()
         keys = json.loads(spec["context"] or "null") or []
         if spec["type"] not in (None, "builtins.tuple", "builtins.list", "builtins.dict") or not (
-            isinstance(keys, list) and all(isinstance(key, str) and WORD.fullmatch(key) for key in keys)
+            isinstance(keys, list) and all(_is(WORD, key) for key in keys)
         ):
             _refuse(f"its arguments have the structure {text}")
         waiting += spec["children_spec"]

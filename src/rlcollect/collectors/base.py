@@ -252,7 +252,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
 
         Args:
             index: a lane, several, a slice, or one bool a lane; None: all.
-            seed: one whose children seed these lanes, or a list of one for each of them.
+            seed: for one lane as it is, for several its children; or a list of one for each of them.
             options: for the environments' `reset`, in the place of `reset_options`.
 
         Raises:
@@ -303,9 +303,12 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             strict: the policy's weights must be there, and fit exactly.
 
         Raises:
-            OptionError: a state of another number of lanes, or without weights for the policy.
+            OptionError: something else than a state, one of another number of lanes, or without weights for the policy.
         """
         self._check_open()
+        self._engine.check_state_dict(state)
+        if lacking := [key for key in ("frames", "iter", "seconds") if key not in state]:
+            raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
         if isinstance(self.policy, nn.Module):
             if "policy_state_dict" in state:
                 self.policy.load_state_dict(state["policy_state_dict"], strict=strict)
@@ -376,6 +379,8 @@ def _lane_indices(index: Any, num_lanes: int) -> list[int]:
     if isinstance(index, slice):
         return list(range(num_lanes))[index]
     values = torch.as_tensor(index).reshape(-1)
+    if not len(values):
+        return []
     if values.dtype.is_floating_point or values.dtype.is_complex:
         raise OptionError(f"reset takes lanes as integers, or one bool a lane; {index!r} came.")
     if values.dtype is torch.bool:
@@ -385,7 +390,7 @@ def _lane_indices(index: Any, num_lanes: int) -> list[int]:
     lanes = [int(lane) for lane in values]
     if wrong := [lane for lane in lanes if not 0 <= lane < num_lanes]:
         raise OptionError(f"There are lanes 0 to {num_lanes - 1}; reset was asked for lane {wrong[0]}.")
-    return sorted(set(lanes))
+    return list(dict.fromkeys(lanes))
 
 
 def _signature(kinds: Sequence[type]) -> inspect.Signature:

@@ -32,6 +32,7 @@ class LaneCalls:
 
     Attributes:
         steps, resets: what to call, by lane. `resets` take keyword arguments of `gymnasium.Env.reset`.
+        episodes: how many each lane has begun, by the reset options that were given.
         env_seconds: time spent in the environments while the audited calls were used.
 
     Args:
@@ -44,7 +45,7 @@ class LaneCalls:
         self.resets: list[Reset] = [env.reset for env in envs]
         self.env_seconds = 0.0
         self._reset_options = reset_options
-        self._episodes = [0] * len(envs)
+        self.episodes = [0] * len(envs)
         self._last_info: list[dict[str, Any]] = [{} for _ in envs]
         if callable(reset_options):
             self.steps = [self._remembering(lane, step) for lane, step in enumerate(self.steps)]
@@ -79,10 +80,10 @@ class LaneCalls:
         def with_options(**kwargs: Any) -> Any:
             options = self._reset_options
             if callable(options):
-                options = options(lane, self._episodes[lane], self._last_info[lane])
+                options = options(lane, self.episodes[lane], self._last_info[lane])
             if not (options is None or isinstance(options, Mapping)):
                 raise OptionError(f"reset_options should return a mapping or None; it returned {options!r}.")
-            self._episodes[lane] += 1
+            self.episodes[lane] += 1
             return reset(**{"options": None if options is None else dict(options), **kwargs})
 
         return with_options

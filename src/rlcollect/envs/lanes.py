@@ -290,13 +290,16 @@ class Lanes:
         self.failed_lane = None
 
     def state_dict(self) -> dict[str, Any]:
-        """By lane: the generator that Gymnasium gives each environment, and what its own `state_dict` returns."""
-        return {str(lane): _env_state(env) for lane, env in enumerate(self._envs)}
+        """By lane: the number of its episode, its environment's generator, and what a `state_dict` of that returns."""
+        return {
+            str(lane): {**_env_state(env), "episode": self._calls.episodes[lane]} for lane, env in enumerate(self._envs)
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` saved. The environments are not reset by it."""
         for lane, env in enumerate(self._envs):
             _load_env_state(env, state[str(lane)])
+            self._calls.episodes[lane] = state[str(lane)]["episode"]
 
     def close(self) -> list[BaseException]:
         """Closes the environments that were made here; instances that were passed in are their owner's."""
@@ -336,9 +339,8 @@ def _env_state(env: Env) -> dict[str, Any]:
     generator = getattr(env.unwrapped, "_np_random", None)
     if isinstance(generator, np.random.Generator):
         state["generator"] = generator.bit_generator.state
-    own = getattr(env, "state_dict", None)
-    if callable(own):
-        state["env"] = own()
+    if env.has_wrapper_attr("state_dict"):
+        state["env"] = env.get_wrapper_attr("state_dict")()
     return state
 
 
@@ -346,4 +348,4 @@ def _load_env_state(env: Env, state: Mapping[str, Any]) -> None:
     if "generator" in state:
         env.unwrapped.np_random.bit_generator.state = state["generator"]
     if "env" in state:
-        env.load_state_dict(state["env"])  # type: ignore[attr-defined]
+        env.get_wrapper_attr("load_state_dict")(state["env"])

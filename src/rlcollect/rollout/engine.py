@@ -7,8 +7,8 @@ stretch; so the loop holds no question. It knows no workers, sinks or devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -192,15 +192,11 @@ class Engine:
             for t in range(start, stop):
                 step(t, write(t, call(*observations[t])))
         except BaseException as error:
-            raise self._relayed(error, t)  # noqa: B904 - it has a cause of its own
+            raise self.relayed(error, t)  # noqa: B904 - it has a cause of its own
 
-    @contextmanager
-    def _located(self, t: int) -> Iterator[None]:
-        """What is raised inside comes out with who and where: the same as in the loop, where it would cost."""
-        try:
-            yield
-        except BaseException as error:
-            raise self._relayed(error, t)  # noqa: B904 - it has a cause of its own
+    def _located(self, t: int) -> _Located:
+        """What is raised inside comes out with who and where: as in the loop, where a context would cost."""
+        return _Located(self, t)
 
     def _truncate(self, t: int, limit: int) -> None:
         """Ends the episodes that have reached their limit with frame t - 1."""
@@ -246,11 +242,11 @@ class Engine:
 
         Args:
             lanes: which.
-            seeds: one a lane, or one whose children seed them; None: seeds that wait for a lane are used up.
+            seeds: one a lane, or a single one: for several lanes its children. None: seeds that wait are used up.
             options: for the environments' `reset`; None: `reset_options`.
         """
         if isinstance(seeds, int):
-            seeds = [lane_seed(seeds, self._worker, lane) for lane in lanes]
+            seeds = [seeds] if len(lanes) == 1 else [lane_seed(seeds, self._worker, lane) for lane in lanes]
         waiting = {**self._seeds, **dict(zip(lanes, seeds or (), strict=bool(seeds)))}
         kwargs = {} if options is None else {"options": dict(options)}
         try:
@@ -307,12 +303,21 @@ class Engine:
             "warmup_left": self.warmup_left.tolist(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, with new episodes: a CUT, at the next rollout."""
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Whether it is one that can be loaded.
+
+        Raises:
+            OptionError: it lacks something, or is of another number of lanes.
+        """
+        if lacking := [key for key in self.state_dict() if key not in state]:
+            raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
         if len(state["warmup_left"]) != self._driver.num_lanes:
             raise OptionError(
                 f"The state is of {len(state['warmup_left'])} lanes, this collector has {self._driver.num_lanes}."
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, with new episodes: a CUT, at the next rollout."""
         self._driver.load_state_dict(state["env_state_dict"])
         self.episodes.load_state_dict(state["episodes"])
         self.stream.state = state["random"]["torch"].clone()
@@ -323,8 +328,26 @@ class Engine:
         self.warmup_left = np.asarray(state["warmup_left"], np.int64)
         self._due = set(range(self._driver.num_lanes))
 
-    def _relayed(self, error: BaseException, t: int) -> BaseException:
+    def relayed(self, error: BaseException, t: int) -> BaseException:
+        """What to raise in the place of an exception that came in step t."""
         return relayed(error, worker=self._worker, lane=self._driver.failed_lane, step=self.steps + t)
+
+
+class _Located:
+    # a class, since contextlib's generators let a StopIteration through in the place of what is raised for it
+
+    def __init__(self, engine: Engine, t: int) -> None:
+        self._engine = engine
+        self._t = t
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            raise self._engine.relayed(error, self._t)
 
 
 def _shares(total: int, lanes: int) -> Array:

@@ -91,24 +91,18 @@ class Episodes:
 
     def _remember(self, rewards: Array, times: Array, lanes: Array) -> None:
         """Returns and lengths of the episodes that ended; sums of those that go on."""
-        if not len(times):
-            self._sums += rewards.sum(axis=1, dtype=np.float64)
-            return
-        sums = np.cumsum(rewards, axis=1, dtype=np.float64)
-        order = np.lexsort((times, lanes))
-        by_lane, at = lanes[order], times[order]
-        totals = sums[by_lane, at]
-        before, start = np.empty_like(totals), np.empty_like(at)  # where the episode before ended, in the same lane
-        before[1:], start[1:] = totals[:-1], at[:-1]
-        first = np.flatnonzero(np.diff(by_lane, prepend=-1))
-        before[first], start[first] = -self._sums[by_lane[first]], -self.ages[by_lane[first]] - 1
-        in_time = np.argsort(order)
-        self.returns.extend((totals - before)[in_time].tolist())
-        self.lengths.extend((at - start)[in_time].tolist())
+        num_lanes, made = rewards.shape
+        heads, ends = np.arange(num_lanes) * made, lanes * made + times  # places in the rewards, lane after lane
+        starts = np.union1d(heads, ends[times < made - 1] + 1)  # a piece is what lies between two of these
+        with np.errstate(invalid="ignore"):  # an environment may give inf, and -inf
+            sums = np.add.reduceat(rewards.ravel(), starts, dtype=np.float64)
+            sums[np.searchsorted(starts, heads)] += self._sums
+        pieces = np.searchsorted(starts, ends, side="right") - 1
+        self.returns.extend(sums[pieces].tolist())
+        self.lengths.extend((ends - starts[pieces] + 1 + self.ages[lanes] * (starts[pieces] == heads[lanes])).tolist())
         self.finished += len(times)
-        closed = -self._sums
-        closed[by_lane] = totals  # the latest of each lane is assigned last
-        self._sums = sums[:, -1] - closed
+        self._sums = sums[np.searchsorted(starts, heads + made - 1, side="right") - 1]
+        self._sums[lanes[times == made - 1]] = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on after a load: counters. Open episodes do not: a load cuts them."""

@@ -87,13 +87,32 @@ def check_batch(batch: TensorDictBase, *, previous: TensorDictBase | None = None
             lane 3, t = 17: 'observation' is [0.0], expected [17.0]: what ('next', 'observation') holds at t = 16,
             of the same episode
     """
+    batch = _with_theirs_apart(batch)
     _check_form(batch)
     if previous is not None:
+        previous = _with_theirs_apart(previous)
         _check_form(previous)
         _check_neighbours(previous, batch)
     rows = _rows_of([batch] if previous is None else [previous, batch])
     faults = (fault for invariant in INVARIANTS for fault in invariant(rows))
     _raise_first(faults, rows, batch.batch_size[:-1])
+
+
+def _with_theirs_apart(batch: TensorDictBase) -> TensorDictBase:
+    """A key named like one of our optional ones, but of another dtype, is the environment's: under another name.
+
+    Without `max_frames_per_traj` or `record=`, `"step_count"` and `"is_init"` are as good a name as any.
+    """
+    if not isinstance(batch, TensorDictBase):
+        return batch
+    apart = batch.copy()
+    for key, dtype in ((STEPS, torch.int64), (INIT, torch.bool)):
+        value = batch.get(key, None)
+        if isinstance(value, Tensor) and value.dtype != dtype:
+            for name in (key, ("next", *key)):
+                if apart.get(name, None) is not None:
+                    apart.rename_key_(name, (*name[:-1], f"{name[-1]} (of the environment)"))
+    return apart
 
 
 def _rows_of(batches: list[TensorDictBase]) -> Rows:
