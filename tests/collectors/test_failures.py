@@ -20,7 +20,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn.probabilistic import interaction_type
 
-from rlcollect import ClosedError, Collector, EnvError, OptionError, PolicyError, WorkerError
+from rlcollect import ClosedError, Collector, EnvError, InvalidBatchError, OptionError, PolicyError, WorkerError
 from rlcollect.testing import Breaker, Counter, Tagged, UnpicklableError, check_batch
 from tests.collectors.helpers import checked, counters, ids, joined
 
@@ -569,6 +569,67 @@ class TestCtrlC:
             check_batch(collector.next())
 
 
+def interrupt_at_call(number):
+    """Ctrl-C is typed as the so-manieth call of a Python function from now on begins; returns where that was."""
+    places = []
+
+    def look(frame, event, _):
+        if event == "call":
+            places.append(f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}")
+            if len(places) == number:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    return places
+
+
+class TestCtrlCAnywhere:
+    """It comes between any two instructions, and then too no frame is lost in silence and no count is wrong."""
+
+    @pytest.mark.parametrize("options", [{}, {"postproc": TensorDict.clone}, {"max_frames_per_traj": 5}], ids=str)
+    @pytest.mark.parametrize("length", [None, 3])
+    def test_in_a_batch(self, options, length):
+        wrong, number, places = [], 0, [None] * 3
+        while len(places) >= number:
+            number += 2
+            with Collector(
+                [Tagged(0, length), Tagged(1, length)],
+                zero,
+                frames_per_batch=8,
+                total_frames=32,
+                init_random_frames=14,
+                **options,
+            ) as collector:
+                batches = [collector.next()]
+                places = interrupt_at_call(number)
+                try:
+                    batches.append(collector.next())
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    sys.setprofile(None)
+                if complaint := self.complaint(collector, batches):
+                    wrong.append(f"{complaint}, after Ctrl-C in {places[-1]}")
+        assert number > 100
+        assert not wrong, f"{len(wrong)} of {number // 2}: {wrong[0]} ... {wrong[-1]}"
+
+    def complaint(self, collector, batches):
+        """What is wrong with the rest of the batches, if anything is."""
+        if collector.closed:
+            return "it is closed"
+        batches = [*batches, *collector]
+        try:
+            list(checked(batches))
+        except InvalidBatchError as error:
+            return f"an unmarked cut ({error})"
+        frames = sum(batch.numel() for batch in batches)
+        if frames != 32:
+            return f"{frames} frames of 32"
+        random = int((joined(batches)["collector", "policy_version"] == -1).sum())
+        return None if random == 14 else f"{random} random frames of 14"
+
+
 class TestAfterAnException:
     def broken(self, **options):
         env = Breaker(at=3)
@@ -990,7 +1051,7 @@ def run(body, *, send=None):
             time.sleep(0.1)
             process.send_signal(send)
         start = time.monotonic()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()

@@ -6,6 +6,7 @@ import functools
 import gc
 import pickle
 import queue
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -317,6 +318,26 @@ class TestRecycling:
             assert len(batch) == 3
             assert batch["observation"].flatten().tolist() == [FRAMES, FRAMES + 1, FRAMES + 2]
             assert abs(min(pointers(batch)) - block) < 4096
+
+    @pytest.mark.parametrize("last", [False, True])
+    def test_letting_go_runs_no_python_code_in_which_a_ctrl_c_would_be_lost(self, last, no_collection):
+        """What is raised in a finaliser is printed and ignored: the loop would go on, in spite of the Ctrl-C."""
+        ran = []
+
+        def look(frame, event, _):
+            if event == "call":
+                ran.append(frame.f_code.co_qualname)
+
+        with endless() as collector:
+            batch = collector.next()
+            tensor = None if last else batch["observation"]
+            sys.setprofile(look)
+            try:
+                del batch
+                del tensor
+            finally:
+                sys.setprofile(None)
+        assert not ran
 
     def test_use_buffers_false_never_uses_memory_again(self, no_collection):
         with endless(use_buffers=False) as collector:

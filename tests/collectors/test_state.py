@@ -798,7 +798,7 @@ class TestStats:
                 return super().step(action)
 
         stats = self.stats([Slow(None)], 500, 2)
-        assert stats.time.env > 0.8
+        assert stats.time.env > 0.5  # 0.95 on a machine that does nothing else
 
     def test_as_dict_is_flat_and_all_numbers(self):
         with Collector(Counter(3), Stochasticly(), frames_per_batch=10) as collector:

@@ -161,7 +161,7 @@ class TestFromObservationToAction:
         assert torch.equal(batch["action"], torch.full((12,), int(policy(None))))
         assert envs[0].received == [int(policy(None))] * 12
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
     def test_floats_of_any_width_for_a_box(self, dtype, lanes):
         batch, envs = collect(lambda o: weigh(o).to(dtype), lanes, action_space=CONTINUOUS)
@@ -176,7 +176,7 @@ class TestFromObservationToAction:
         batch, _ = collect(lambda o: net(o.bfloat16()), lanes, action_space=CONTINUOUS)
         assert torch.equal(batch["action"], net(batch["observation"].bfloat16()).detach().float())
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize(
         ("action_space", "dtype"),
         [
@@ -336,7 +336,7 @@ class TestSeveralKeys:
         assert torch.equal(batch["action"], act(batch["a"] + batch["c"].unsqueeze(-1)))
         assert torch.equal(received(envs, lanes), batch["action"])
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("form", sorted(NAMED))
     def test_several_named_ones_of_a_module(self, form, lanes):
         class Net(nn.Module):
@@ -371,6 +371,17 @@ class TestSeveralKeys:
         assert torch.equal(batch["action"], act(batch["a"]))
         batch, _ = collect(lambda *, observation: act(observation), lanes)
         assert torch.equal(batch["action"], act(batch["observation"]))
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_a_compiled_module_gets_what_the_module_gets(self):
+        """Its own signature says nothing."""
+
+        class Two(nn.Module):
+            def forward(self, a, c):
+                return act(a + c.unsqueeze(-1))
+
+        batch, _ = collect(torch.compile(Two(), backend="eager"), 3, DICT)
+        assert torch.equal(batch["action"], act(batch["a"] + batch["c"].unsqueeze(-1)))
 
     @lanes_too
     def test_renamed_keys_are_those_that_policies_see(self, lanes):
@@ -740,7 +751,7 @@ class TestChangesAfterConstruction:
 
 
 class TestExtraOutputs:
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("wrap", [lambda p: p, Forced], ids=["direct", "general"])
     @pytest.mark.parametrize(
         "dtype",
@@ -769,7 +780,7 @@ class TestExtraOutputs:
         batch, _ = collect(TensorDictModule(outputs, ["observation"], ["action", "extra"]))
         assert torch.equal(batch["extra"].float(), outputs(batch["observation"])[1].float())
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("shape", [(), (1,), (3,), (0,), (2, 0), (2, 3, 1)], ids=str)
     def test_every_shape_is_recorded_as_it_is(self, shape, lanes):
         def outputs(o):
@@ -779,7 +790,7 @@ class TestExtraOutputs:
         batch, _ = collect(TensorDictModule(outputs, ["observation"], ["action", "extra"]), lanes)
         assert torch.equal(batch["extra"], outputs(batch["observation"])[1])
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("wrap", [lambda p: p, Forced], ids=["direct", "general"])
     def test_private_outputs_are_dropped(self, wrap, lanes):
         policy = TensorDictModule(
@@ -797,7 +808,7 @@ class TestExtraOutputs:
         assert torch.equal(batch["more", "twice"], batch["observation"] * 2)
         assert torch.equal(batch["action"], act(batch["observation"]))
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("wrap", [lambda p: p, Forced], ids=["direct", "general"])
     def test_tensors_that_are_used_again_do_not_change_what_is_recorded(self, wrap, lanes):
         """FAULTS 43, 67: outputs overwritten in place by the next call."""
@@ -820,7 +831,7 @@ class TestExtraOutputs:
         assert torch.equal(batch["x"], batch["observation"])
         assert torch.equal(received(envs, lanes), batch["action"])
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("wrap", [lambda p: p, Forced], ids=["direct", "general"])
     def test_outputs_may_be_views_of_the_observation_and_of_each_other(self, wrap, lanes):
         def policy(o):
@@ -834,6 +845,24 @@ class TestExtraOutputs:
         batch["same"].zero_()
         assert not torch.equal(batch["same"], batch["observation"])
 
+    @single_and_lanes
+    @pytest.mark.parametrize("wrap", [lambda p: p, Forced], ids=["direct", "general"])
+    def test_a_policy_that_changes_its_observation_in_place_is_refused_or_changes_no_data(self, wrap, lanes):
+        """As `x = x.float(); x /= 255` does where the observation is float32 already."""
+
+        def policy(o):
+            action = act(o)
+            o /= 255
+            return action
+
+        try:
+            batch, _ = collect(wrap(TensorDictModule(policy, ["observation"], ["action"])), lanes)
+        except PolicyError:
+            return
+        raw, _ = collect(plain, lanes)
+        assert torch.equal(batch["observation"], raw["observation"])
+        assert torch.equal(batch["next", "observation"], raw["next", "observation"])
+
     @lanes_too
     def test_the_observation_itself_as_the_action(self, lanes):
         box = spaces.Box(-1, 1, (3,), np.float32)
@@ -841,7 +870,7 @@ class TestExtraOutputs:
         assert torch.equal(batch["action"], batch["observation"])
         assert batch["action"].data_ptr() != batch["observation"].data_ptr()
 
-    @lanes_too
+    @single_and_lanes
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("wrap", [lambda p: p, Forced], ids=["direct", "general"])
     def test_a_parameter_itself_as_an_extra_output(self, wrap, dtype, lanes):
@@ -987,10 +1016,13 @@ class TestErrors:
     @staticmethod
     def refused(policy, lanes=3, observation_space=BOX, action_space=DISCRETE, **options):
         envs = []
-        with pytest.raises(PolicyError) as raised:
+        with (
+            pytest.raises(PolicyError) as raised,
             Collector(
                 maker(envs, observation_space, action_space), policy, frames_per_batch=6, num_envs=lanes, **options
-            )
+            ),
+        ):
+            pass
         assert isinstance(raised.value, ValueError)
         assert [env.closed for env in envs] == [1] * (lanes or 1)
         assert not any(env.received for env in envs)

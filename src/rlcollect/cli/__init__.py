@@ -17,7 +17,7 @@ from tyro import conf
 
 from rlcollect.cli.bench import Bench
 from rlcollect.cli.collect import INTERRUPTED, Collect
-from rlcollect.errors import OptionError, RlcollectError, WorkerError
+from rlcollect.errors import DatasetError, OptionError, RlcollectError, WorkerError
 
 __all__ = ["main"]
 
@@ -69,7 +69,8 @@ def _told(error: Exception) -> str | None:
     if isinstance(report, WorkerError) and not isinstance(error, UnregisteredEnv | DependencyNotInstalled):
         return f"{report.worker_traceback}error: {report}"
     if isinstance(error, RlcollectError | UnregisteredEnv | DependencyNotInstalled):
-        return f"error: {error}"
+        without_number = error.strerror if isinstance(error, DatasetError) else None
+        return f"error: {without_number or error}"
     return None
 
 

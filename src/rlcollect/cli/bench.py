@@ -16,6 +16,7 @@ import torch
 from gymnasium import spaces
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
 from tyro import conf
 
@@ -36,7 +37,7 @@ class Bench:
     """Measure frames per second of a collector, beside a hand-written loop over the same environment and policy.
 
     The loop steps and acts, and records nothing: a ratio of 1 means that recording costs nothing. Both take turns,
-    and the median of the ratios of all rounds counts: it is the same on fast and on slow machines.
+    and the median of the ratios of all rounds counts. Torch uses one thread.
 
     Attributes:
         env: A Gymnasium id; "module:id" imports the module first, as seen from the current folder.
@@ -83,7 +84,7 @@ class Bench:
 
 
 def _lanes(num_envs: int | None) -> str:
-    return "one environment" if num_envs is None else f"{num_envs} lanes"
+    return "one environment" if num_envs is None else f"{num_envs} lane{'s' * (num_envs > 1)}"
 
 
 def _measured(
@@ -105,8 +106,8 @@ def _rate(arm: Iterator[int], seconds: float) -> float:
 
 def _table(title: str, ours: list[float], theirs: list[float]) -> Table:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    table = Table("", "frames/s", "ratio (min \u2013 max)", title=title)
-    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} \u2013 {max(ratios):.2f})"
+    table = Table("", "frames/s", "ratio (min - max)", title=Text(title))
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
     table.add_row("rlcollect", f"{statistics.median(ours):,.0f}", ratio)
     table.add_row("hand-written loop, records nothing", f"{statistics.median(theirs):,.0f}", "1")
     return table

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +20,12 @@ from rlcollect.cli.interrupt import CtrlC
 from rlcollect.cli.policies import load_policy
 from rlcollect.cli.progress import Report
 from rlcollect.cli.summary import print_summary
-from rlcollect.errors import OptionError
+from rlcollect.errors import DatasetError, OptionError
 from rlcollect.export import DatasetWriter
 
 __all__ = ["Collect", "frames_of_a_batch"]
 
-STEPS = 256
+STEPS, FRAMES = 256, 1024  # of a batch, at least: each one costs some milliseconds on the disk
 INTERRUPTED = 130
 
 
@@ -47,7 +49,7 @@ class Collect:
         weights: A state dict for the policy, as torch.save wrote it; nothing but tensors and plain values is unpickled.
         max_frames_per_traj: Frames after which an episode is truncated.
         seed: Makes the run repeatable.
-        frames_per_batch: Frames that are written at once; 256 steps of all lanes, if not given.
+        frames_per_batch: Frames that are written at once. Without it, 256 steps of all lanes, or about 1,024 frames.
         overwrite: Replace the dataset that stands in --out.
     """
 
@@ -72,14 +74,19 @@ class Collect:
             RlcollectError: it cannot be done; what was written stays.
             What an environment or the policy raised, from a `WorkerError`; what was written stays.
         """
+        if self.out.exists() and not self.overwrite:
+            raise DatasetError(
+                f"'{self.out}' exists. Choose another --out, or replace what stands there by --overwrite"
+            )
         console = Console()
         with self._collector() as collector:
             writer = DatasetWriter(self.out, overwrite=self.overwrite)
             clock = _Clock()
             try:
-                with writer:
-                    finished = _collect(collector, writer, clock, console)
+                finished = _collect(collector, writer, clock, console)
             finally:
+                with clock.disk():
+                    writer.close()
                 if writer.frames:
                     print_summary(
                         console, self.out, collector.stats(), writer.frames, clock.seconds, clock.seconds_on_disk
@@ -115,21 +122,29 @@ class Collect:
 def frames_of_a_batch(num_envs: int | None, frames: int | None = None) -> int:
     """Frames of a batch where the user does not say: whole steps of all lanes, and no more than are asked for."""
     lanes = max(num_envs or 1, 1)
-    return lanes * (STEPS if frames is None else min(STEPS, math.ceil(frames / lanes)))
+    steps = max(STEPS, FRAMES // lanes)
+    return lanes * (steps if frames is None else min(steps, math.ceil(frames / lanes)))
 
 
-@dataclass
 class _Clock:
-    """Seconds since it was made, and those of them that writing files took."""
+    """Seconds since it was made, and those of them that the disk took."""
 
-    seconds_on_disk: float = 0.0
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.seconds_on_disk = 0.0
         self._start = time.perf_counter()
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._start
+
+    @contextmanager
+    def disk(self) -> Iterator[None]:
+        """What is done inside counts as the disk's."""
+        start = self.seconds
+        try:
+            yield
+        finally:
+            self.seconds_on_disk += self.seconds - start
 
 
 def _collect(collector: Collector, writer: DatasetWriter, clock: _Clock, console: Console) -> bool:
@@ -137,9 +152,8 @@ def _collect(collector: Collector, writer: DatasetWriter, clock: _Clock, console
     with CtrlC() as ctrl_c, Report(console, collector.total_frames) as report:
         try:
             while not ctrl_c.asked and (batch := collector.next()) is not None:
-                start = clock.seconds
-                writer.write(batch)
-                clock.seconds_on_disk += clock.seconds - start
+                with clock.disk():
+                    writer.write(batch)
                 report.update(writer.frames, collector.stats())
         except KeyboardInterrupt:
             if not ctrl_c.asked:

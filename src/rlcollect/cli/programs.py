@@ -7,8 +7,8 @@ which is refused here before torch gets to see the file:
   archives; and the sample inputs, which are unpickled with `weights_only=True` and, if that fails, without;
 - *text that becomes Python*: shapes (`sympify`, which is `eval`), guards (`exec`), names of values (pasted into the
   source of the module), enums in the structure of arguments (which import a module of any name);
-- *names of functions*: what a node calls is looked up from `torch` on, so `torch.os.system` is found, and called;
-  `aten` itself has two operators that write files (`save`, `from_file`);
+- *operators that write files*: `aten` has two (`save`, `from_file`). (What else a node calls is looked up from `torch`
+  on, by any name; torch checks it after that, here it is checked before);
 - *native code*: compiled models (AOTInductor), which are loaded as a library.
 
 What is left is trusted: torch's own operators, called with arguments of the file's choice, and torch's reader of the

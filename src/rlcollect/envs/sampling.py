@@ -87,9 +87,9 @@ class MaskedActionSampler:
     def __init__(self, codec: ActionCodec, mask: Leaf, num_lanes: int, rng: np.random.Generator) -> None:
         space = codec.space
         if isinstance(space, spaces.Discrete):
-            self._sizes, self._start, self._flat = [int(space.n)], np.array([space.start]), True
+            self._sizes, self._start, self._flat = [int(space.n)], np.array([int(space.start)]), True
         elif isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-            self._sizes, self._start, self._flat = space.nvec.tolist(), np.asarray(space.start), False
+            self._sizes, self._start, self._flat = space.nvec.tolist(), space.start.astype(np.int64), False
         else:
             raise SpaceError(
                 f'Random actions cannot respect "action_mask" in the action space {space}: only Discrete and flat '
@@ -136,16 +136,26 @@ class MaskedActionSampler:
 def _draw(space: Any, leaf: Leaf, lead: Sequence[int], rng: np.random.Generator) -> Array:
     shape = (*lead, *leaf.shape)
     if isinstance(space, spaces.Discrete):
-        return rng.integers(space.start, space.start + space.n, size=shape)
+        first, last = int(space.start), int(space.start) + int(space.n) - 1
+        return rng.integers(first, last, size=shape, endpoint=True)
     if isinstance(space, spaces.MultiDiscrete):
-        return rng.integers(space.start, space.start + space.nvec, size=shape)
+        first = space.start.astype(np.int64)
+        return rng.integers(first, first + (space.nvec.astype(np.int64) - 1), size=shape, endpoint=True)
     if isinstance(space, spaces.MultiBinary):
         return rng.integers(0, 2, size=shape, dtype=np.int8)
     if space.dtype.kind == "f":
-        return _draw_reals(space, shape, rng).astype(numpy_dtype(leaf.dtype))
+        return _rounded(_draw_reals(space, shape, rng), space, numpy_dtype(leaf.dtype))
     if space.dtype.kind == "b":
         return rng.integers(space.low, space.high, size=shape, endpoint=True, dtype=np.bool_)
     return rng.integers(space.low, space.high, size=shape, endpoint=True, dtype=space.dtype)
+
+
+def _rounded(reals: Array, space: spaces.Box, dtype: np.dtype[Any]) -> Array:
+    """In the precision that actions are stored in, and still within bounds of a higher one."""
+    limits = np.finfo(dtype)
+    stored = np.clip(reals, limits.min, limits.max).astype(dtype)
+    stored = np.where(stored < space.low.astype(np.float64), np.nextafter(stored, limits.max), stored)
+    return np.where(stored > space.high.astype(np.float64), np.nextafter(stored, limits.min), stored).astype(dtype)
 
 
 def _draw_reals(space: spaces.Box, shape: Sequence[int], rng: np.random.Generator) -> Array:

@@ -283,7 +283,7 @@ class _Scalars(dict[int, Any]):
         self._scalar = np.dtype(space.dtype).type
 
     def __missing__(self, action: int) -> Any:
-        if not self._space.start <= action < self._space.start + self._space.n:
+        if not int(self._space.start) <= action < int(self._space.start) + int(self._space.n):
             raise PolicyError(f"The action {action} is not in {self._space}.")
         scalar = self._scalar(action)
         if len(self) < self.KEPT:

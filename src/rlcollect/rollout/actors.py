@@ -204,7 +204,7 @@ def _store(leaf: Leaf, example: Any) -> Callable[[Any, Any], None]:
     """How an output of this kind gets into its row."""
     if not isinstance(example, torch.Tensor):
         return _store_array
-    if leaf.dtype is torch.bfloat16 or example.device.type != "cpu":
+    if torch.bfloat16 in (leaf.dtype, example.dtype) or example.device.type != "cpu":
         return _store_by_torch
     return _store_detached if example.requires_grad else _store_tensor
 

@@ -13,7 +13,7 @@ from torch import nn
 from rlcollect.envs.lanes import Lanes, open_lanes
 from rlcollect.envs.make import EnvSource, lane_sources
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
-from rlcollect.errors import RlcollectError
+from rlcollect.errors import RlcollectError, SpaceError
 from rlcollect.failures import relayed, warn
 from rlcollect.layout import Layout, Leaf
 from rlcollect.memory.slots import SameSlot, SlotSource
@@ -123,7 +123,12 @@ class _UntouchedBuffers:
 
 def _random_actor(lanes: Lanes, generator: np.random.Generator, *, needed: bool) -> RandomActor:
     codec = lanes.action_codec
-    mask = next((leaf for leaf in lanes.leaves if leaf.key == MASK), None)
+    mask = next((leaf for leaf in lanes.leaves if leaf.key[0] == MASK[0]), None)
+    if needed and mask is not None and mask.key != MASK:
+        raise SpaceError(
+            '"action_mask" has parts in the observation space, which random actions cannot respect: it should be one '
+            'array, the parts in a row. Wrap the environment, or rename it: rename_keys={"action_mask": ...}.'
+        )
 
     def make(generator: np.random.Generator) -> ActionSampler | MaskedActionSampler:
         if mask is None or not needed:

@@ -63,8 +63,10 @@ class DirectCall:
     def _twin(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
+        if not _is_plain(type(module)):
+            return module
         self._watched.append((module, _shape(module)))
-        if not _is_plain(module):
+        if _shape(module)[0]:
             return module
         children: dict[str, nn.Module | None] = {}
         kind = type(module)
@@ -101,12 +103,10 @@ def _shape(module: nn.Module) -> tuple[Any, ...]:
     return hooked, children, [*own["_parameters"], *own["_buffers"]]
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether calling `forward` is all that calling the module does, and a subclass of its class is harmless."""
-    kind = type(module)
+def _is_plain(kind: type) -> bool:
+    """Whether modules of this class are called as all are, and a subclass of it is harmless."""
     return (
-        kind.__call__ is nn.Module.__call__
+        kind.__call__ is nn.Module.__call__  # type: ignore[operator]
         and type(kind) is type
         and not any("__init_subclass__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__[:-1])
-        and not _shape(module)[0]
     )
