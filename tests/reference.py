@@ -145,7 +145,10 @@ def reference(
             counts[lane] += 1
             current[lane] = after
             if terminated or truncated:
-                by_limit = not (ENDS[env.script[env.episode % len(env.script)][1]] and env.t >= env.script[env.episode % len(env.script)][0])
+                by_limit = not (
+                    ENDS[env.script[env.episode % len(env.script)][1]]
+                    and env.t >= env.script[env.episode % len(env.script)][0]
+                )
                 ended.append((by_limit, lane))
         for _, lane in sorted(ended):  # ids go by the time of the end; limits are looked at after all lanes stepped
             current[lane] = envs[lane].reset()[0]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ALIGNMENT", "Key", "Layout", "Leaf", "numpy_dtype", "show_key", "torch_dtype"]
+__all__ = ["ALIGNMENT", "Key", "Layout", "Leaf", "has_numpy", "numpy_dtype", "show_key", "torch_dtype"]
 
 Key = tuple[str, ...]
 ALIGNMENT = 64
@@ -44,6 +44,16 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         TypeError: numpy has none (bfloat16).
     """
     return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+@functools.lru_cache(maxsize=64)
+def has_numpy(dtype: torch.dtype) -> bool:
+    """Whether numpy has this dtype too."""
+    try:
+        numpy_dtype(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

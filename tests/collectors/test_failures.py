@@ -18,7 +18,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from tensordict.nn.probabilistic import interaction_type
+from tensordict.nn.probabilistic import interaction_type, set_interaction_type
 
 from rlcollect import ClosedError, Collector, EnvError, InvalidBatchError, OptionError, PolicyError, WorkerError
 from rlcollect.testing import Breaker, Counter, Tagged, UnpicklableError, check_batch
@@ -592,7 +592,7 @@ class TestCtrlCAnywhere:
     def test_in_a_batch(self, options, length):
         wrong, number, places = [], 0, [None] * 3
         while len(places) >= number:
-            number += 2
+            number += 3
             with Collector(
                 [Tagged(0, length), Tagged(1, length)],
                 zero,
@@ -601,7 +601,7 @@ class TestCtrlCAnywhere:
                 init_random_frames=14,
                 **options,
             ) as collector:
-                batches = [collector.next()]
+                batches, state = [collector.next()], torch.get_rng_state()
                 places = interrupt_at_call(number)
                 try:
                     batches.append(collector.next())
@@ -609,10 +609,23 @@ class TestCtrlCAnywhere:
                     pass
                 finally:
                     sys.setprofile(None)
-                if complaint := self.complaint(collector, batches):
+                complaint = self.leftovers(state) or self.complaint(collector, batches)
+                if complaint:
                     wrong.append(f"{complaint}, after Ctrl-C in {places[-1]}")
         assert number > 100
-        assert not wrong, f"{len(wrong)} of {number // 2}: {wrong[0]} ... {wrong[-1]}"
+        assert not wrong, f"{len(wrong)} of {number // 3}: {wrong[0]} ... {wrong[-1]}"
+
+    def leftovers(self, state):
+        """What of the program's own state was not put back, if anything is."""
+        wrong = [
+            *([] if torch.is_grad_enabled() else ["gradients are off"]),
+            *([] if interaction_type() is None else ["the exploration type is not the program's"]),
+            *([] if torch.equal(torch.get_rng_state(), state) else ["torch's random state is the collector's"]),
+        ]
+        torch.set_grad_enabled(True)
+        set_interaction_type(None).__enter__()
+        torch.set_rng_state(state)
+        return next(iter(wrong), None)
 
     def complaint(self, collector, batches):
         """What is wrong with the rest of the batches, if anything is."""

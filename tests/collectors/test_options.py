@@ -870,17 +870,20 @@ class TestReturnSameTd:
         list(checked(batches))
         assert [batch.shape[1] for batch in batches] == [4, 4, 2]
 
-    def test_keys_of_the_users_stay_and_ours_come_back(self):
-        with Collector(Counter(None), frames_per_batch=4, return_same_td=True) as collector:
+    @pytest.mark.parametrize("device", [None, "cpu", "meta"])
+    def test_keys_of_the_users_stay_and_ours_come_back(self, device):
+        with Collector(Counter(None), frames_per_batch=4, return_same_td=True, storing_device=device) as collector:
             batch = collector.next()
             batch["mine"] = torch.zeros(4)
-            batch["observation"] = batch["observation"] * 100
+            batch["observation"] = batch["observation"].double() * 100
             del batch["action"]
-            batch = collector.next()
-            assert batch["observation"].flatten().tolist() == [4, 5, 6, 7]
-            assert "action" in leaves(batch)
+            assert collector.next() is batch
+            assert {"mine", "action"} <= leaves(batch)
+            assert batch["observation"].dtype is torch.float32
+            if device != "meta":
+                assert batch["observation"].flatten().tolist() == [4, 5, 6, 7]
 
-    @pytest.mark.parametrize("device", [None, "cpu"])
+    @pytest.mark.parametrize("device", [None, "cpu", "meta"])
     def test_with_a_storing_device_too(self, device):
         with Collector(Counter, frames_per_batch=4, return_same_td=True, storing_device=device) as collector:
             assert collector.next() is collector.next()

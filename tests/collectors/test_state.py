@@ -336,6 +336,14 @@ class TestEnvironmentState:
             collector.load_state_dict(state)
             assert [env.level for env in envs] == [4, 4]
 
+    def test_an_attribute_of_that_name_that_is_no_method_is_theirs(self):
+        env = Counter(3)
+        env.state_dict = {"anything": 1}
+        with Collector(env, frames_per_batch=4) as collector:
+            collector.load_state_dict(collector.state_dict())
+            check_batch(collector.next())
+        assert env.state_dict == {"anything": 1}
+
     def test_it_is_under_env_state_dict(self):
         with Collector(Remembering(), frames_per_batch=8) as collector:
             assert collector.state_dict()["env_state_dict"]["0"]["env"] == {"level": 0}
@@ -526,6 +534,24 @@ class TestReset:
                 with pytest.raises(OptionError, match="one a lane"):
                     collector.reset([2, 0], seed=wrong)
             assert not collector.closed
+
+    @pytest.mark.parametrize("seed", [np.int64(9), [np.int64(9)], np.array([9]), torch.tensor([9])])
+    def test_seeds_of_many_kinds(self, seed):
+        env = Counter(5)
+        with Collector(env, frames_per_batch=6) as collector:
+            collector.reset(seed=seed)
+        assert env.seeds == [9]
+        assert type(env.last_seed) is int  # numpy integers are refused by some environments
+
+    @pytest.mark.parametrize(
+        "wrong", [{"seed": -1}, {"seed": 1.5}, {"seed": "9"}, {"seed": [1.5, 2]}, {"options": 5}, {"options": "ab"}]
+    )
+    def test_wrong_arguments_leave_it_open(self, wrong):
+        with Collector(counters(5, 5), frames_per_batch=6) as collector:
+            with pytest.raises((OptionError, TypeError)):
+                collector.reset(**wrong)
+            assert not collector.closed
+            check_batch(collector.next())
 
     def test_a_seed_given_here_wins_over_one_that_is_pending(self):
         envs = counters(5, 5)

@@ -490,7 +490,7 @@ class TestConstruction:
         with Collector(Noisy, net, frames_per_batch=30, num_envs=3) as collector:
             batch = collector.next()
         with torch.no_grad():
-            expected = torch.stack([reference(batch["observation"][:, t]) for t in range(10)], 1)
+            expected = torch.stack([reference(batch["observation"][:, t].contiguous()) for t in range(10)], 1)
         assert torch.equal(batch["action"], expected)
         assert torch.equal(net.norm.running_mean, reference.norm.running_mean)
 

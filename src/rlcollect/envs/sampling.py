@@ -136,8 +136,7 @@ class MaskedActionSampler:
 def _draw(space: Any, leaf: Leaf, lead: Sequence[int], rng: np.random.Generator) -> Array:
     shape = (*lead, *leaf.shape)
     if isinstance(space, spaces.Discrete):
-        first, last = int(space.start), int(space.start) + int(space.n) - 1
-        return rng.integers(first, last, size=shape, endpoint=True)
+        return rng.integers(int(space.start), int(space.start) + int(space.n) - 1, size=shape, endpoint=True)
     if isinstance(space, spaces.MultiDiscrete):
         first = space.start.astype(np.int64)
         return rng.integers(first, first + (space.nvec.astype(np.int64) - 1), size=shape, endpoint=True)

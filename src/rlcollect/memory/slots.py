@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlcollect.layout import ALIGNMENT, Key, Layout
+from rlcollect.layout import ALIGNMENT, Key, Layout, has_numpy
 
 __all__ = ["BlockPool", "SameSlot", "Slot", "SlotSource"]
 
@@ -72,7 +72,7 @@ class Slot:
         self._device = device
         self.arrays: dict[Key, Array] = {}
         for key, tensor in tensors.items():
-            if tensor.dtype is not torch.bfloat16:
+            if has_numpy(tensor.dtype):
                 array = tensor.numpy()
                 self.arrays[key] = array if batched else array[None]
         self._batched = batched

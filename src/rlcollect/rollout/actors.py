@@ -15,8 +15,8 @@ import torch
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Key, Leaf, show_key
-from rlcollect.rollout.plan import Plan
+from rlcollect.layout import Key, Leaf, has_numpy, show_key
+from rlcollect.rollout.plan import Plan, version_of
 
 __all__ = ["MixedActor", "PolicyActor", "RandomActor"]
 
@@ -41,23 +41,38 @@ class PolicyActor:
         self._num_action_leaves = num_action_leaves
         self._stores = [_store(leaf, example) for leaf, example in zip(plan.outputs, plan.examples, strict=True)]
         self._actions: list[tuple[Array, ...]] = []
+        self._shown: list[tuple[torch.Tensor, int]] = []
         self._rows: list[tuple[Any, ...]] = []
         plain_action = len(plan.outputs) == 1 and self._stores[0] is _store_tensor
         self.write: Callable[[int, Any], Sequence[Array]] = self._write_action if plain_action else self._write_all
 
     def bind(self, memory: RolloutMemory, steps: int) -> None:
         """Takes the memory of the next rollout: views of it for every step."""
-        self.call = self._plan.refresh()
+        self._plan.refresh()
+        self.call = self._plan.call
         tensors = [memory.tensors[key] for key in self._plan.in_keys]
+        self._shown = [(tensor, version_of(tensor)) for tensor in tensors]
         views = [tensor.unbind(1 if self._batched else 0) for tensor in tensors]
         self.observations = list(zip(*views, strict=True)) if views else [()] * steps
         rows = [_rows(memory, leaf) for leaf in self._plan.outputs]
         self._rows = list(zip(*rows, strict=True))
         self._actions = [row[: self._num_action_leaves] for row in self._rows]
 
+    def finish(self) -> None:
+        """Called after a rollout.
+
+        Raises:
+            PolicyError: the policy has changed the observations it was shown.
+        """
+        if any(version_of(tensor) != version for tensor, version in self._shown):
+            raise PolicyError(
+                "The policy changed its observation in place, and with it the record. It did not at construction, "
+                "where it would have been given copies. Let it work on a copy."
+            )
+
     def release(self) -> None:
         """Lets the memory go."""
-        self.observations, self._rows, self._actions = [], [], []
+        self.observations, self._rows, self._actions, self._shown = [], [], [], []
 
     def _write_action(self, t: int, output: torch.Tensor) -> Sequence[Array]:
         rows = self._actions[t]
@@ -204,7 +219,7 @@ def _store(leaf: Leaf, example: Any) -> Callable[[Any, Any], None]:
     """How an output of this kind gets into its row."""
     if not isinstance(example, torch.Tensor):
         return _store_array
-    if torch.bfloat16 in (leaf.dtype, example.dtype) or example.device.type != "cpu":
+    if not (has_numpy(leaf.dtype) and has_numpy(example.dtype)) or example.device.type != "cpu":
         return _store_by_torch
     return _store_detached if example.requires_grad else _store_tensor
 

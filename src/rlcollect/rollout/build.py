@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict.nn import set_interaction_type
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rlcollect.envs.lanes import Lanes, open_lanes
 from rlcollect.envs.make import EnvSource, lane_sources
@@ -20,7 +22,7 @@ from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
 from rlcollect.rollout.actors import MASK, PolicyActor, RandomActor
 from rlcollect.rollout.engine import Engine
-from rlcollect.rollout.plan import Plan, plan_policy
+from rlcollect.rollout.plan import Observed, Plan, plan_policy
 from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
 
 __all__ = ["RandomPolicy", "build_engine", "make_lanes", "whole_steps"]
@@ -63,7 +65,7 @@ def build_engine(
     num_lanes = lanes.num_lanes if batched else None
     plan = None
     if not (policy is None or isinstance(policy, RandomPolicy)):
-        plan = _planned(policy, lanes, num_lanes, what, worker)
+        plan = _planned(policy, lanes, num_lanes, what, how, worker)
     layout = Layout(_leaves(lanes, plan, what))
     on_cpu = where.storing_device if where.storing_device == torch.device("cpu") else None
     source = SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers, device=on_cpu)
@@ -83,16 +85,14 @@ def build_engine(
     return engine, plan
 
 
-def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What, worker: int) -> Plan:
+def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What, how: How, worker: int) -> Plan:
     """The policy's plan; its probe leaves random states and module buffers as they were."""
     current = {key: torch.from_numpy(array.copy()) for key, array in lanes.current.items()}
     observation = current if num_lanes is not None else {key: tensor[0] for key, tensor in current.items()}
     ours = _optional_names(what)
     try:
-        with untouched_randomness(), _UntouchedBuffers(policy):
-            return plan_policy(
-                policy, observation, lanes.action_codec, num_lanes=num_lanes, whole=lanes.whole_key, ours=ours
-            )
+        with untouched_randomness(), _UntouchedBuffers(policy), set_interaction_type(how.exploration_type):
+            return plan_policy(policy, Observed(observation, num_lanes, lanes.whole_key), lanes.action_codec, ours)
     except RlcollectError:
         raise
     except BaseException as error:
@@ -103,9 +103,10 @@ class _UntouchedBuffers:
     """Puts the buffers of a module back as they were."""
 
     def __init__(self, policy: Any) -> None:
-        modules = policy.modules() if isinstance(policy, nn.Module) else ()
+        owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)  # of a bound method
+        modules = owner.modules() if isinstance(owner, nn.Module) else ()
         self._saved = [
-            (module, name, buffer, None if buffer is None else buffer.clone())
+            (module, name, buffer, None if buffer is None or is_lazy(buffer) else buffer.clone())
             for module in modules
             for name, buffer in module._buffers.items()
         ]
@@ -116,9 +117,15 @@ class _UntouchedBuffers:
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
             for module, name, buffer, before in self._saved:
-                if buffer is not None and before is not None:
+                if buffer is not None and before is not None and not _is_expanded(buffer):
                     buffer.copy_(before)
-                module._buffers[name] = buffer
+                if before is not None or buffer is None:
+                    module._buffers[name] = buffer
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one place in memory; such a tensor cannot be written to in place, by anyone."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _random_actor(lanes: Lanes, generator: np.random.Generator, *, needed: bool) -> RandomActor:

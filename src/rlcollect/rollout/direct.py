@@ -1,18 +1,24 @@
 """Calling a module's `forward` without what `nn.Module.__call__` does around it.
 
-`nn.Module.__call__` looks for hooks, at every module of the tree, at every call: a fifth of what a small network costs.
+`nn.Module.__call__` looks for hooks, at every module of the tree, at every call: a third of what a small network costs.
 Where nothing hooks into a module, `DirectCall` gives a *twin*: an object of a subclass whose `__call__` is `forward`,
-whose attribute dictionary IS the module's own, and whose children are twins too. Parameters, buffers, modes and
-whatever `forward` sets on `self` are therefore the module's; the module itself is not touched.
+whose attribute dictionary IS the module's own, and whose children are twins too. Parameters, buffers, modes are
+therefore the module's; the module itself is not touched.
 
-Hooks that come later, and children that are replaced, are seen by `refresh`, once a rollout.
+A twin stands for its module only where nobody can tell: modules of torch itself, and others whose `forward` does
+nothing with `self` but read attributes and call methods that do no more (its bytecode is looked at). Anything else is
+called as it is. Hooks that come later, and children that are replaced, are seen by `refresh`, once a rollout.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -25,6 +31,10 @@ GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+TORCH = "torch.nn.modules."
+LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK")
+READS = ("LOAD_ATTR", "LOAD_METHOD")
+GIVEAWAYS = {"super", "type", "locals", "vars", "eval", "exec", "__class__"}  # ways to get at a twin, or to know it
 
 
 class DirectCall:
@@ -40,7 +50,7 @@ class DirectCall:
 
     def __init__(self, module: Callable[..., Any]) -> None:
         self._module = module
-        self._watched: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        self._watched: list[tuple[nn.Module, bool, tuple[Any, ...]]] = []
         self.is_direct = False
         self.call: Callable[..., Any] = module
         self._build()
@@ -55,7 +65,7 @@ class DirectCall:
 
     def refresh(self) -> bool:
         """Looks for new hooks and replaced children; whether `call` is another one now."""
-        if any(_shape(module) != before for module, before in self._watched):
+        if any(_shape(module, plain=plain) != before for module, plain, before in self._watched):
             self._build()
             return True
         return False
@@ -63,15 +73,20 @@ class DirectCall:
     def _twin(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
-        if not _is_plain(type(module)):
-            return module
-        self._watched.append((module, _shape(module)))
-        if _shape(module)[0]:
-            return module
-        children: dict[str, nn.Module | None] = {}
         kind = type(module)
-        names: dict[str, Any] = {"__call__": kind.forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        names["_modules"] = property(lambda _: children)
+        plain = _is_plain(kind)
+        shape = _shape(module, plain=plain)
+        self._watched.append((module, plain, shape))
+        if not plain or shape[1]:
+            return module
+        children = _Children(module._modules)
+        names: dict[str, Any] = {
+            "__call__": kind.forward,
+            "__class__": property(lambda _: kind),
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+            "_modules": property(lambda _: children),
+        }
         for name in (*module._parameters, *module._buffers):
             if not hasattr(kind, name):
                 names[name] = _stored(name, "_parameters" if name in module._parameters else "_buffers")
@@ -80,18 +95,47 @@ class DirectCall:
         object.__setattr__(twin, "__dict__", module.__dict__)
         made[id(module)] = twin
         for name, child in module._modules.items():
-            children[name] = None if child is None else self._twin(child, made)
+            children.see(name, None if child is None else self._twin(child, made))
             if not hasattr(kind, name):
                 setattr(twin_kind, name, children[name])
         return twin
+
+
+class _Children(dict[str, Any]):
+    """The children's twins; what is added or removed is added to or removed from the module's own children too."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        super().__init__()
+        self._own = own
+
+    def see(self, name: str, twin: Any) -> None:
+        super().__setitem__(name, twin)
+
+    def __setitem__(self, name: str, child: Any) -> None:
+        self._own[name] = child
+        super().__setitem__(name, child)
+
+    def __delitem__(self, name: str) -> None:
+        del self._own[name]
+        super().__delitem__(name)
+
+    def clear(self) -> None:
+        self._own.clear()
+        super().clear()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._own.pop(name, *default)
+        return super().pop(name, *default)
 
 
 def _stored(name: str, place: str) -> property:
     return property(lambda self: self.__dict__[place][name])
 
 
-def _shape(module: nn.Module) -> tuple[Any, ...]:
-    """What a twin relies on: that nothing hooks into the call, the children, and the names of what is stored."""
+def _shape(module: nn.Module, *, plain: bool) -> tuple[Any, ...]:
+    """What a twin relies on: the class, that nothing hooks into the call, the children, the names of what is stored."""
+    if not plain:
+        return (type(module),)
     own = module.__dict__
     hooked = (
         any(own[name] for name in HOOKS)
@@ -100,13 +144,59 @@ def _shape(module: nn.Module) -> tuple[Any, ...]:
         or "forward" in own
     )
     children = [(name, id(child)) for name, child in own["_modules"].items()]
-    return hooked, children, [*own["_parameters"], *own["_buffers"]]
+    return type(module), hooked, children, [*own["_parameters"], *own["_buffers"]]
 
 
-def _is_plain(kind: type) -> bool:
-    """Whether modules of this class are called as all are, and a subclass of it is harmless."""
+# --- whether a twin would be noticed ----------------------------------------------------------------------------------
+
+
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class are called as all are, and nothing tells a twin from its module."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    theirs = [base for base in bases if not base.__module__.startswith(TORCH)]
     return (
-        kind.__call__ is nn.Module.__call__  # type: ignore[operator]
-        and type(kind) is type
-        and not any("__init_subclass__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__[:-1])
+        type(kind) is type
+        and kind.__call__ is nn.Module.__call__
+        and not issubclass(kind, torch.jit.ScriptModule)
+        and not any(name in vars(base) for base in bases for name in ("__init_subclass__", "__slots__"))
+        and not any(name.startswith("__get") or name == "__setattr__" for base in theirs for name in vars(base))
+        and (not theirs or _only_reads(kind, "forward", set()))
     )
+
+
+def _only_reads(kind: type, name: str, known: set[str]) -> bool:
+    """Whether a method does nothing with `self` but read attributes and call methods of which the same is true."""
+    if name in known:
+        return True
+    known.add(name)
+    method = inspect.getattr_static(kind, name)
+    if isinstance(method, property) and method.fset is None and isinstance(method.fget, FunctionType):
+        method = method.fget
+    if not isinstance(method, FunctionType) or method.__code__.co_argcount == 0:
+        return False
+    code = method.__code__
+    self_name = code.co_varnames[0]
+    if self_name in code.co_cellvars or GIVEAWAYS & {*code.co_names, *code.co_freevars}:
+        return False
+    instructions = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    for step, after in zip(instructions, [*instructions[1:], None], strict=True):
+        if step.argval != self_name or "FAST" not in step.opname:
+            continue
+        if step.opname not in LOADS or after is None or after.opname not in READS:
+            return False
+        if not _harmless(kind, after.argval, known):
+            return False
+    return True
+
+
+def _harmless(kind: type, name: str, known: set[str]) -> bool:
+    """Whether reading this attribute of a twin gives what reading it of the module gives."""
+    try:
+        found = inspect.getattr_static(kind, name)
+    except AttributeError:
+        return True  # a parameter, a buffer, a child, or a plain attribute
+    if isinstance(found, FunctionType) and found.__module__.startswith("torch."):
+        return name not in vars(nn.Module)  # a method of a layer; those of every module walk the tree, or change it
+    if isinstance(found, FunctionType | property):
+        return _only_reads(kind, name, known)
+    return not hasattr(found, "__get__")  # a constant of the class

@@ -116,6 +116,9 @@ class Engine:
             with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
                 made = self._run(steps)
             self._driver.finish(made)
+            if self._policy is not None:
+                with self._located(made):
+                    self._policy.finish()
             self._fill(slot.arrays, made)
             self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
         except BaseException:
