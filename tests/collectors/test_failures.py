@@ -587,7 +587,11 @@ def interrupt_at_call(number):
 class TestCtrlCAnywhere:
     """It comes between any two instructions, and then too no frame is lost in silence and no count is wrong."""
 
-    @pytest.mark.parametrize("options", [{}, {"postproc": TensorDict.clone}, {"max_frames_per_traj": 5}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"postproc": TensorDict.clone}, {"max_frames_per_traj": 5}],
+        ids=["plain", "post-processed", "with a limit"],
+    )
     @pytest.mark.parametrize("length", [None, 3])
     def test_in_a_batch(self, options, length):
         wrong, number, places = [], 0, [None] * 3

@@ -287,7 +287,7 @@ class TestFormat:
             for first in range(5):
                 writer.write(make_batch(first, 1))
             hidden = sorted(entry.name for entry in (tmp_path / "run").iterdir() if entry.name.startswith("."))
-            assert hidden == [".commit", ".commit-5"]
+            assert hidden == [".commit", ".commit-a", ".commit-b"]
             assert (tmp_path / "run" / "next" / "info" / "meta.json").readlink() == Path(
                 "../../.commit/next/info/meta.json"
             )

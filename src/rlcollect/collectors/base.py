@@ -134,12 +134,13 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         return batch
 
     def _deliver(self, steps: int) -> TensorDictBase:
-        made = self._make(steps)
+        warmup = self._engine.warmup_left
         try:
+            made = self._make(steps)
             batch = self._processed(made)
-        except BaseException as error:
-            self._engine.abandon()
-            raise relayed(error, worker=0, lane=None, step=self._engine.steps)  # noqa: B904 - it has a cause of its own
+        except BaseException:
+            self._engine.abandon(warmup)
+            raise
         self._frames += made.numel()
         self._batches += 1
         return batch
@@ -148,7 +149,10 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         if self._sink.split_trajs:
             batch = split_trajectories(batch)
         for step in self._sink.postproc:  # type: ignore[union-attr]
-            batch = step(batch)
+            try:
+                batch = step(batch)
+            except BaseException as error:
+                raise relayed(error, worker=0, lane=None, step=self._engine.steps)  # noqa: B904 - it has a cause
             if batch is None:
                 raise OptionError(f"postproc {step!r} returned None; it should return the batch.")
         return batch
@@ -163,7 +167,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             return moved
         if self._stored is None or self._stored.batch_size != moved.batch_size:
             self._stored = moved
-        return self._stored.update_(moved)
+        return self._stored.update(moved)
 
     def rollout(self) -> TensorDictBase:
         """A full rollout as it is made: not post-processed, not counted in `total_frames`.
@@ -231,19 +235,12 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             OptionError: a negative seed, or a list of another length than there are lanes.
         """
         self._check_open()
-        if isinstance(seed, int | np.integer):
-            seeds = [operator.index(seed)]
-        else:
-            seeds = [operator.index(one) for one in seed]
-            if len(seeds) != self.num_envs:
-                raise OptionError(f"A list of seeds needs one a lane: {self.num_envs}, not {len(seeds)}.")
-        if min(seeds) < 0:
-            raise OptionError(f"Seeds are non-negative integers; {seed!r} came.")
-        if not isinstance(seed, int | np.integer):
-            self._engine.seed(seeds)
-            return max(seeds) + 1
-        self._engine.seed(seeds[0], static=static_seed)
-        return seeds[0] if static_seed else seeds[0] + 1
+        given = _seeds(seed, self.num_envs)
+        if not isinstance(given, int):
+            self._engine.seed(given)
+            return max(given) + 1
+        self._engine.seed(given, static=static_seed)
+        return given if static_seed else given + 1
 
     def reset(
         self, index: Any = None, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
@@ -260,10 +257,11 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         """
         self._check_open()
         lanes = _lane_indices(index, self.num_envs)
-        if isinstance(seed, Sequence) and len(seed) != len(lanes):
-            raise OptionError(f"A list of seeds needs one a lane: {len(lanes)}, not {len(seed)}.")
+        seeds = None if seed is None else _seeds(seed, len(lanes))
+        if not (options is None or isinstance(options, Mapping)):
+            raise OptionError(f"options must be a mapping or None, not {options!r}.")
         with self._closing_on_error():
-            self._engine.reset(lanes, seed, options)
+            self._engine.reset(lanes, seeds, options)
 
     def stats(self) -> Stats:
         """Figures so far: frames, speed, episodes, where the time goes."""
@@ -371,6 +369,20 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _on_cpu(part) for key, part in value.items()}
     return value
+
+
+def _seeds(seed: Any, lanes: int) -> int | list[int]:
+    """A seed as an int, or seeds as a list of one for each lane."""
+    try:
+        one = np.ndim(seed) == 0
+        seeds = [operator.index(seed)] if one else [operator.index(each) for each in seed]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"Seeds are non-negative integers, one or one a lane; {seed!r} came.") from error
+    if not one and len(seeds) != lanes:
+        raise OptionError(f"A list of seeds needs one a lane: {lanes}, not {len(seeds)}.")
+    if min(seeds, default=0) < 0:
+        raise OptionError(f"Seeds are non-negative integers; {seed!r} came.")
+    return seeds[0] if one else seeds
 
 
 def _lane_indices(index: Any, num_lanes: int) -> list[int]:

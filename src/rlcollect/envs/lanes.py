@@ -339,8 +339,8 @@ def _env_state(env: Env) -> dict[str, Any]:
     generator = getattr(env.unwrapped, "_np_random", None)
     if isinstance(generator, np.random.Generator):
         state["generator"] = generator.bit_generator.state
-    if env.has_wrapper_attr("state_dict"):
-        state["env"] = env.get_wrapper_attr("state_dict")()
+    if env.has_wrapper_attr("state_dict") and callable(own := env.get_wrapper_attr("state_dict")):
+        state["env"] = own()
     return state
 
 

@@ -3,8 +3,8 @@
 The folder is a memory-mapped TensorDict in time-major order, `[T, N]` (`[T]` for a single lane): one file
 `<key>.memmap` a tensor, one `meta.json` a level of keys, one sub-folder a level. So a batch is an ordinary append to
 each file, and a full disk an `OSError`, never a bus error. Frames count once the metadata say so, and the `meta.json`
-of all levels change in ONE step: while a writer is open they are links through `.commit`, itself a link to the folder
-`.commit-<T>` in which the metadata of T steps stand; a commit writes a new such folder and swings the one link.
+of all levels change in ONE step: while a writer is open they are links through `.commit`, itself a link to one of
+the folders `.commit-a` and `.commit-b`; a commit writes the metadata into the other one and swings the one link.
 `close` puts the files in the links' places: what is left is what `TensorDict.memmap` would have written, and one word
 in the root's `meta.json` that says that time comes first.
 
@@ -184,7 +184,9 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
     for _ in range(LOAD_ATTEMPTS):
         before = committed_steps(folder)
         try:
-            return _load(folder)
+            loaded = _load(folder)
+            if committed_steps(folder) == before:
+                return loaded
         except (OSError, RuntimeError, ValueError) as error:
             if committed_steps(folder) != before:
                 continue  # a writer moved on between two of the files that were read

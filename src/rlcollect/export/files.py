@@ -19,6 +19,7 @@ from rlcollect.layout import Key
 __all__ = ["DatasetFiles", "claim", "committed_steps", "is_dataset", "memmap_name"]
 
 COMMIT = ".commit"
+COMMITS = (f"{COMMIT}-a", f"{COMMIT}-b")
 
 
 def memmap_name(name: str) -> str:
@@ -44,8 +45,8 @@ def _is_ours(folder: Path) -> bool:
 def committed_steps(folder: Path) -> int | None:
     """How many steps the dataset in `folder` holds, as its `.commit` says; None where no writer is at work."""
     try:
-        return int((folder / COMMIT).readlink().name.rpartition("-")[2])
-    except OSError:
+        return int(json.loads((folder / COMMIT / META).read_bytes())["shape"][0])
+    except (OSError, ValueError):
         return None
 
 
@@ -157,14 +158,13 @@ class DatasetFiles:
         except BaseException:
             self._roll_back()
             raise
-        self._forget_old_commits()
 
     def _step_bytes(self, key: Key) -> int:
         return self.schema.num_lanes * self.schema.leaves[key].nbytes
 
     def _commit(self, steps: int) -> None:
         """Make `steps` steps count: one link is replaced, and with it the metadata of all levels."""
-        fresh = self._path / f"{COMMIT}-{steps}"
+        fresh = self._path / self._other_commit()
         for folder in self.schema.folders():
             target = self._folder(folder, fresh)
             target.mkdir(exist_ok=True)
@@ -174,6 +174,11 @@ class DatasetFiles:
         link.symlink_to(fresh.name)
         link.replace(self._path / COMMIT)
 
+    def _other_commit(self) -> str:
+        """The folder of the two that the link does not point to: making new ones each time costs milliseconds."""
+        current = self._path / COMMIT
+        return COMMITS[0] if not current.is_symlink() or current.readlink().name == COMMITS[1] else COMMITS[1]
+
     def _roll_back(self) -> None:
         """Cut off what is not committed. As good as it goes: nothing reads it, and the next write goes over it."""
         committed = committed_steps(self._path)
@@ -182,25 +187,20 @@ class DatasetFiles:
         for key, file in self._data.items():
             with contextlib.suppress(OSError):
                 file.truncate(self.steps * self._step_bytes(key))
-        self._forget_old_commits()
-
-    def _forget_old_commits(self) -> None:
-        for folder in self._path.glob(f"{COMMIT}-*"):
-            if folder.name != f"{COMMIT}-{self.steps}":
-                shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Put the data on the disk, then the metadata in the places of the links to them: needs no space."""
         try:
             for file in self._data.values():
                 os.fsync(file.fileno())
-            committed = self._path / f"{COMMIT}-{self.steps}"
+            committed = self._path / (self._path / COMMIT).readlink()
             for folder in self.schema.folders():
                 meta = self._folder(folder, committed) / META
                 _sync(meta)
                 meta.replace(self._folder(folder) / META)
             (self._path / COMMIT).unlink()
-            shutil.rmtree(committed)
+            for name in COMMITS:
+                shutil.rmtree(self._path / name, ignore_errors=True)
             for folder in self.schema.folders():
                 _sync(self._folder(folder))
         finally:

@@ -274,9 +274,15 @@ class Engine:
         if self._due:
             self.reset(sorted(self._due))
 
-    def abandon(self) -> None:
-        """The last rollout is lost: new episodes begin with the next, a CUT."""
+    def abandon(self, warmup_left: Array | None = None) -> None:
+        """The last rollout is lost: new episodes begin with the next, a CUT.
+
+        Args:
+            warmup_left: what was left before it, of which nothing was delivered.
+        """
         self._due = set(range(self._driver.num_lanes))
+        if warmup_left is not None:
+            self.warmup_left = warmup_left
 
     def seed(self, seed: int | Sequence[int], *, static: bool = False) -> None:
         """Seeds the lanes, at their next reset, which comes with the next rollout; the policy's and random streams now.
