@@ -29,9 +29,10 @@ class RolloutMemory(Protocol):
 class EnvDriver(Protocol):
     """N lanes, stepped together.
 
-    The engine calls, for each rollout: `bind(arrays)`; then for each t `step(t, actions)`, and `truncate(t, lanes)`
-    where a limit ends episodes that the environments would have gone on with; then `finish(made)`. Between rollouts
-    it may call `reset`. A lane whose episode ended is reset before `step` returns.
+    The engine calls, for each rollout: `bind(arrays)`; for each window of it `view(start, stop)`, and then for each t,
+    counted from the window's start, `step(t, actions)`; `truncate(t, lanes)` where a limit ends episodes that the
+    environments would have gone on with; then `finish(made)`. Between rollouts it may call `reset`. A lane whose
+    episode ended is reset before `step` returns. Times are those of the rollout, except in the steps themselves.
 
     Attributes:
         ends: (t, lane) of every episode that ended in this rollout, in order of time.
@@ -73,8 +74,11 @@ class EnvDriver(Protocol):
     def bind(self, arrays: Mapping[Key, Array]) -> None:
         """Takes the memory of the next rollout, and writes the current observations into its first row."""
 
+    def view(self, start: int, stop: int) -> None:
+        """The steps that follow are these of the rollout."""
+
     def step(self, t: int, actions: Sequence[Array]) -> None:
-        """Steps every lane; row t of the memory then holds a true frame of each."""
+        """Steps every lane; row t of the window then holds a true frame of each."""
 
     def audit_step(self, t: int, actions: Sequence[Array]) -> None:
         """`step`, with the time in the environments measured and their answers held against their spaces."""
@@ -96,9 +100,9 @@ class EnvDriver(Protocol):
 
 
 class Actor(Protocol):
-    """Chooses the actions of every lane; the loop calls `write(t, call(*observations[t]))`.
+    """Chooses the actions of every lane; the loop calls `write(t, call(*observations[t]))`, t in a window of a rollout.
 
-    All three may be other ones after each `bind`.
+    All three may be other ones in each window.
     """
 
     @property

@@ -141,6 +141,8 @@ class Lanes:
         self._rows: list[Rows] = []
         self._after: Rows = self._current_rows
         self._rewards: list[memoryview] = []
+        self._all_rewards = np.zeros((0, 0), np.float32)
+        self._start = 0
         self._terminated = self._truncated = np.zeros((0, 0), np.bool_)
 
     def begin(self, lane: int, observation: Any, info: dict[str, Any]) -> None:
@@ -180,9 +182,7 @@ class Lanes:
         self._after = self._codec.rows(self._next)
         for key, array in self._now.items():
             array[:, 0] = self.current[key]
-        self._rows = [*_rows_in_time(self._codec, self._now)[1:], self._current_rows]
-        # memoryviews refuse what is no number, where an array would store None as NaN
-        self._rewards = [memoryview(row) for row in arrays["next", "reward"][..., 0].swapaxes(0, 1)]
+        self._all_rewards = arrays["next", "reward"][..., 0]
         self._terminated = arrays["next", "terminated"][..., 0]
         self._truncated = arrays["next", "truncated"][..., 0]
         self._terminated.fill(False)
@@ -192,8 +192,17 @@ class Lanes:
         if self._info is not None:
             self._info.bind(arrays)
 
+    def view(self, start: int, stop: int) -> None:
+        """The steps that follow are these of the rollout: makes views of their rows."""
+        self._start = start
+        self._rows = _rows_in_time(self._codec, {key: now[:, start + 1 : stop + 1] for key, now in self._now.items()})
+        if stop == self._all_rewards.shape[1]:
+            self._rows.append(self._current_rows)
+        # memoryviews refuse what is no number, where an array would store None as NaN
+        self._rewards = [memoryview(row) for row in self._all_rewards[:, start:stop].swapaxes(0, 1)]
+
     def step(self, t: int, actions: Sequence[Array]) -> None:
-        """Steps every lane; row t of the memory then holds a true frame of each."""
+        """Steps every lane; row t of the window then holds a true frame of each."""
         row, rewards, steps = self._rows[t], self._rewards[t], self._steps
         decoded = self._decode(actions)
         lane = 0
@@ -218,6 +227,7 @@ class Lanes:
 
     def _end(self, t: int, lane: int, observation: Any, terminated: Any, truncated: Any) -> Any:
         """Stores how an episode ended; the first observation of the next."""
+        t += self._start
         self._terminated[lane, t] = terminated
         self._truncated[lane, t] = truncated
         self._codec.check(observation)  # some environments give nothing here
@@ -231,7 +241,7 @@ class Lanes:
 
     def truncate(self, t: int, lanes: Sequence[int]) -> None:
         """Marks frame t of these lanes as the truncated last of its episode, and resets them."""
-        row = self._rows[t]
+        row = self._rows[t - self._start]
         for lane in lanes:
             for key, after in self._arrays_after(t).items():
                 self._next[key][lane, t] = after[lane]
@@ -247,7 +257,7 @@ class Lanes:
 
     def _arrays_after(self, t: int) -> Mapping[Key, Array]:
         """The arrays `[N, *shape]` that hold the observations after step t."""
-        if self._rows[t] is self._current_rows:
+        if t + 1 == self._all_rewards.shape[1]:
             return self.current
         return {key: array[:, t + 1] for key, array in self._now.items()}
 
@@ -270,6 +280,7 @@ class Lanes:
                     after[lane, made - 1] = current[lane]
         self._now, self._next, self._rows, self._rewards, self._after = {}, {}, [], [], self._current_rows
         self._terminated = self._truncated = np.zeros((0, 0), np.bool_)
+        self._all_rewards = np.zeros((0, 0), np.float32)
         if self._info is not None:
             self._info.release()
 

@@ -7,6 +7,7 @@ into batches.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,12 +43,17 @@ class ActionSampler:
         )  # each with the generator's state before it
         self._used = 0  # steps of the first block
 
-    def peek(self, steps: int) -> list[Array]:
-        """The next `steps` actions of every lane: `[T, N, *shape]` for each leaf. They stay the next ones."""
-        while len(self._blocks) * BLOCK < self._used + steps:
+    def peek(self, steps: int, skip: int = 0) -> list[Array]:
+        """The next `steps` actions of every lane, after some: `[T, N, *shape]` for each leaf. They stay the next."""
+        start = self._used + skip
+        stop = start + steps
+        while len(self._blocks) * BLOCK < stop:
             self._draw()
-        parts = zip(*(block for _, block in self._blocks), strict=True)
-        return [np.concatenate(leaf)[self._used : self._used + steps] for leaf in parts]
+        first = start // BLOCK
+        blocks = (block for _, block in itertools.islice(self._blocks, first, -(-stop // BLOCK)))
+        return [
+            np.concatenate(leaf)[start - first * BLOCK : stop - first * BLOCK] for leaf in zip(*blocks, strict=True)
+        ]
 
     def advance(self, steps: int) -> None:
         """Passes over the next `steps` actions."""

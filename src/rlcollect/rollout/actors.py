@@ -42,19 +42,26 @@ class PolicyActor:
         self._stores = [_store(leaf, example) for leaf, example in zip(plan.outputs, plan.examples, strict=True)]
         self._actions: list[tuple[Array, ...]] = []
         self._shown: list[tuple[torch.Tensor, int]] = []
+        self._memory: RolloutMemory | None = None
         self._rows: list[tuple[Any, ...]] = []
         plain_action = len(plan.outputs) == 1 and self._stores[0] is _store_tensor
         self.write: Callable[[int, Any], Sequence[Array]] = self._write_action if plain_action else self._write_all
 
-    def bind(self, memory: RolloutMemory, steps: int) -> None:
-        """Takes the memory of the next rollout: views of it for every step."""
+    def bind(self, memory: RolloutMemory) -> None:
+        """Takes the memory of the next rollout."""
         self._plan.refresh()
         self.call = self._plan.call
+        self._memory = memory
         tensors = [memory.tensors[key] for key in self._plan.in_keys]
         self._shown = [(tensor, version_of(tensor)) for tensor in tensors]
-        views = [tensor.unbind(1 if self._batched else 0) for tensor in tensors]
-        self.observations = list(zip(*views, strict=True)) if views else [()] * steps
-        rows = [_rows(memory, leaf) for leaf in self._plan.outputs]
+
+    def view(self, start: int, stop: int) -> None:
+        """The steps that follow are these of the rollout: makes views of their rows."""
+        assert self._memory is not None
+        time = 1 if self._batched else 0
+        views = [tensor.narrow(time, start, stop - start).unbind(time) for tensor, _ in self._shown]
+        self.observations = list(zip(*views, strict=True)) if views else [()] * (stop - start)
+        rows = [_rows(self._memory, leaf, start, stop) for leaf in self._plan.outputs]
         self._rows = list(zip(*rows, strict=True))
         self._actions = [row[: self._num_action_leaves] for row in self._rows]
 
@@ -72,7 +79,7 @@ class PolicyActor:
 
     def release(self) -> None:
         """Lets the memory go."""
-        self.observations, self._rows, self._actions, self._shown = [], [], [], []
+        self.observations, self._rows, self._actions, self._shown, self._memory = [], [], [], [], None
 
     def _write_action(self, t: int, output: torch.Tensor) -> Sequence[Array]:
         rows = self._actions[t]
@@ -133,23 +140,30 @@ class RandomActor:
         self._make_sampler = make_sampler
         self._action_keys = action_keys
         self._rows: list[tuple[Array, ...]] = []
+        self._arrays: list[Array] = []
+        self._masks: Array = np.zeros(0)
         self.write: Callable[[int, Any], Sequence[Array]] = self._write_drawn
 
     def reseed(self, generator: np.random.Generator) -> None:
         """Begins another stream."""
         self.sampler = self._make_sampler(generator)
 
-    def bind(self, memory: RolloutMemory, steps: int) -> None:
+    def bind(self, memory: RolloutMemory) -> None:
         """Takes the memory of the next rollout."""
-        arrays = [memory.arrays[key] for key in self._action_keys]
-        self._rows = list(zip(*(array.swapaxes(0, 1) for array in arrays), strict=True))
+        self._arrays = [memory.arrays[key].swapaxes(0, 1) for key in self._action_keys]
         if isinstance(self.sampler, MaskedActionSampler):
-            self.observations = [(mask,) for mask in memory.arrays[MASK].swapaxes(0, 1)]
+            self._masks = memory.arrays[MASK].swapaxes(0, 1)
+
+    def view(self, start: int, stop: int) -> None:
+        """The steps that follow are these of the rollout: draws their actions, or makes views of their masks."""
+        self._rows = list(zip(*(array[start:stop] for array in self._arrays), strict=True))
+        if isinstance(self.sampler, MaskedActionSampler):
+            self.observations = [(mask,) for mask in self._masks[start:stop]]
             self.call, self.write = self.sampler.sample, self._write_drawn
         else:
-            for array, drawn in zip(arrays, self.sampler.peek(steps), strict=True):
-                array.swapaxes(0, 1)[...] = drawn
-            self.observations = [(t,) for t in range(steps)]
+            for array, drawn in zip(self._arrays, self.sampler.peek(stop - start, skip=start), strict=True):
+                array[start:stop] = drawn
+            self.observations = [(t,) for t in range(stop - start)]
             self.call, self.write = self._rows.__getitem__, _written
 
     def check(self, outputs: Any) -> None:
@@ -159,7 +173,8 @@ class RandomActor:
         """So many steps were random; lets the memory go."""
         if isinstance(self.sampler, ActionSampler):
             self.sampler.advance(made)
-        self.observations, self._rows, self.call = [], [], tuple
+        self.observations, self._rows, self.call, self._arrays = [], [], tuple, []
+        self._masks = np.zeros(0)
 
     def _write_drawn(self, t: int, outputs: Sequence[Array]) -> Sequence[Array]:
         rows = self._rows[t]
@@ -207,12 +222,13 @@ class MixedActor:
         return rows
 
 
-def _rows(memory: RolloutMemory, leaf: Leaf) -> Sequence[Any]:
+def _rows(memory: RolloutMemory, leaf: Leaf, start: int, stop: int) -> Sequence[Any]:
     """For each step, where an output goes: an array `[N, *shape]`, or a tensor where numpy lacks the dtype."""
     if leaf.key in memory.arrays:
-        return list(memory.arrays[leaf.key].swapaxes(0, 1))
+        return list(memory.arrays[leaf.key][:, start:stop].swapaxes(0, 1))
     tensor = memory.tensors[leaf.key]
-    return tensor.unbind(tensor.ndim - len(leaf.shape) - 1)
+    time = tensor.ndim - len(leaf.shape) - 1
+    return tensor.narrow(time, start, stop - start).unbind(time)
 
 
 def _store(leaf: Leaf, example: Any) -> Callable[[Any, Any], None]:

@@ -31,6 +31,7 @@ __all__ = ["Engine"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
+WINDOW = 256  # steps for which views are made at once: few enough to die young, or the garbage collector walks the heap
 
 
 class Memory(Protocol):
@@ -93,6 +94,7 @@ class Engine:
         self._mixed: MixedActor | None = None
         self._births = np.zeros(driver.num_lanes, np.int64)  # the step with which each open episode began
         self._seen_ends = 0
+        self._window = (0, 0)  # the steps of the rollout under way for which there are views
         self._ended_at_limit: list[tuple[int, int]] = []  # by the environment itself: both flags, as TimeLimit has it
         self._reset_at_each_iter = what.reset_at_each_iter
         self._due: set[int] = set()  # lanes to be reset before the next rollout
@@ -112,7 +114,7 @@ class Engine:
         self._prepare()
         slot = self._memory.take(steps)
         try:
-            self._bind(slot, steps)
+            self._bind(slot)
             with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
                 made = self._run(steps)
             self._driver.finish(made)
@@ -130,19 +132,30 @@ class Engine:
         self.warmup_left = np.maximum(self.warmup_left - made, 0)
         return slot.batch(made)
 
-    def _bind(self, slot: Slot, steps: int) -> None:
+    def _bind(self, slot: Slot) -> None:
         self._driver.bind(slot.arrays)
         warmup = int(self.warmup_left.max())
         if self._policy is not None:
-            self._policy.bind(slot, steps)
+            self._policy.bind(slot)
             if warmup:
                 self._policy.blank(slot)
         if self._policy is None or warmup:
-            self._random.bind(slot, steps)
-        if self._policy is not None and warmup:
-            self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
+            self._random.bind(slot)
         self._seen_ends = 0
         self._ended_at_limit = []
+        self._window = (0, 0)
+
+    def _open_window(self, start: int, stop: int) -> None:
+        """Has views made for the steps that follow: not for a whole long rollout at once, which would cost memory."""
+        self._window = (start, stop)
+        self._driver.view(start, stop)
+        warmup = int(self.warmup_left.max())
+        if self._policy is not None:
+            self._policy.view(start, stop)
+        if self._policy is None or start < warmup:
+            self._random.view(start, stop)
+        if self._policy is not None and start < warmup:
+            self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
 
     def _release(self) -> None:
         if self._policy is not None:
@@ -152,14 +165,17 @@ class Engine:
     def _run(self, steps: int) -> int:
         t = 0
         while t < steps:
-            actor, stop = self._stretch(t, steps)
+            if t == self._window[1]:
+                self._open_window(t, min(steps, t + WINDOW))
+            actor, stop = self._stretch(t, self._window[1])
+            first = t - self._window[0]
             if self.sampler.countdown == 0:
                 stop = t + 1
                 with self._located(t):
-                    self.sampler.step(t, actor, self._driver)
+                    self.sampler.step(first, actor, self._driver)
             else:
                 stop = min(stop, t + self.sampler.countdown)
-                self._loop(actor, t, stop)
+                self._loop(actor, first, first + stop - t)
                 self.sampler.countdown -= stop - t
             t = stop
             if self._limit is not None:
@@ -188,14 +204,14 @@ class Engine:
         return self._policy, stop
 
     def _loop(self, actor: Actor, start: int, stop: int) -> None:
-        """The step loop: act, write, step."""
+        """The step loop: act, write, step. Times are those of the window."""
         observations, call, write, step = actor.observations, actor.call, actor.write, self._driver.step
         t = start
         try:
             for t in range(start, stop):
                 step(t, write(t, call(*observations[t])))
         except BaseException as error:
-            raise self.relayed(error, t)  # noqa: B904 - it has a cause of its own
+            raise self.relayed(error, self._window[0] + t)  # noqa: B904 - it has a cause of its own
 
     def _located(self, t: int) -> _Located:
         """What is raised inside comes out with who and where: as in the loop, where a context would cost."""
