@@ -121,6 +121,7 @@ class Lanes:
         self._codec = _codec(envs[0].observation_space, what, observation_names, mask)
         self.action_codec = ActionCodec(envs[0].action_space)
         self._decode = self.action_codec.decode
+        self._check = self._codec.checker()
         recorded = info_leaves(what.info_forms, first_info)
         self.info_leaves = tuple(leaf.under("next", "info") for leaf in recorded)
         stated = {key for key, form in what.info_forms.items() if form is not None}
@@ -140,10 +141,8 @@ class Lanes:
         self._next: Mapping[Key, Array] = {}
         self._rows: list[Rows] = []
         self._after: Rows = self._current_rows
-        self._rewards: list[memoryview] = []
-        self._all_rewards = np.zeros((0, 0), np.float32)
+        self._rewards = self._terminated = self._truncated = memoryview(np.zeros((0, 0), np.float32))
         self._start = 0
-        self._terminated = self._truncated = np.zeros((0, 0), np.bool_)
 
     def begin(self, lane: int, observation: Any, info: dict[str, Any]) -> None:
         """Takes what an environment's own first `reset` returned."""
@@ -182,11 +181,12 @@ class Lanes:
         self._after = self._codec.rows(self._next)
         for key, array in self._now.items():
             array[:, 0] = self.current[key]
-        self._all_rewards = arrays["next", "reward"][..., 0]
-        self._terminated = arrays["next", "terminated"][..., 0]
-        self._truncated = arrays["next", "truncated"][..., 0]
-        self._terminated.fill(False)
-        self._truncated.fill(False)
+        for name in ("terminated", "truncated"):
+            arrays["next", name].fill(False)
+        # memoryviews are quick to write to, and refuse what is no number, where an array would store None as NaN
+        self._rewards, self._terminated, self._truncated = (
+            memoryview(arrays["next", name][..., 0]) for name in ("reward", "terminated", "truncated")
+        )
         self.ends = []
         self.failed_lane = None
         if self._info is not None:
@@ -196,22 +196,20 @@ class Lanes:
         """The steps that follow are these of the rollout: makes views of their rows."""
         self._start = start
         self._rows = _rows_in_time(self._codec, {key: now[:, start + 1 : stop + 1] for key, now in self._now.items()})
-        if stop == self._all_rewards.shape[1]:
+        if stop == self._rewards.shape[1]:
             self._rows.append(self._current_rows)
-        # memoryviews refuse what is no number, where an array would store None as NaN
-        self._rewards = [memoryview(row) for row in self._all_rewards[:, start:stop].swapaxes(0, 1)]
 
     def step(self, t: int, actions: Sequence[Array]) -> None:
         """Steps every lane; row t of the window then holds a true frame of each."""
-        row, rewards, steps = self._rows[t], self._rewards[t], self._steps
+        row, rewards, steps, time = self._rows[t], self._rewards, self._steps, self._start + t
         decoded = self._decode(actions)
         lane = 0
         try:
             for lane, action in enumerate(decoded):
                 observation, reward, terminated, truncated, _ = steps[lane](action)
-                rewards[lane] = reward
+                rewards[lane, time] = reward
                 if terminated or truncated:
-                    observation = self._end(t, lane, observation, terminated, truncated)
+                    observation = self._end(time, lane, observation, terminated, truncated)
                 row[lane] = observation
         except BaseException:
             self.failed_lane = lane
@@ -227,16 +225,15 @@ class Lanes:
 
     def _end(self, t: int, lane: int, observation: Any, terminated: Any, truncated: Any) -> Any:
         """Stores how an episode ended; the first observation of the next."""
-        t += self._start
         self._terminated[lane, t] = terminated
         self._truncated[lane, t] = truncated
-        self._codec.check(observation)  # some environments give nothing here
+        self._check(observation)  # some environments give nothing here
         self._after[lane, t] = observation
         self.ends.append((t, lane))
         if self._info is not None:
             self._info.episode_ended(by_env=True)
         observation = self._resets[lane]()[0]
-        self._codec.check(observation)
+        self._check(observation)
         return observation
 
     def truncate(self, t: int, lanes: Sequence[int]) -> None:
@@ -257,7 +254,7 @@ class Lanes:
 
     def _arrays_after(self, t: int) -> Mapping[Key, Array]:
         """The arrays `[N, *shape]` that hold the observations after step t."""
-        if t + 1 == self._all_rewards.shape[1]:
+        if t + 1 == self._rewards.shape[1]:
             return self.current
         return {key: array[:, t + 1] for key, array in self._now.items()}
 
@@ -278,9 +275,8 @@ class Lanes:
                     start = end + 1
                 if not (ended and ended[-1] == made - 1):
                     after[lane, made - 1] = current[lane]
-        self._now, self._next, self._rows, self._rewards, self._after = {}, {}, [], [], self._current_rows
-        self._terminated = self._truncated = np.zeros((0, 0), np.bool_)
-        self._all_rewards = np.zeros((0, 0), np.float32)
+        self._now, self._next, self._rows, self._after = {}, {}, [], self._current_rows
+        self._rewards = self._terminated = self._truncated = memoryview(np.zeros((0, 0), np.float32))
         if self._info is not None:
             self._info.release()
 

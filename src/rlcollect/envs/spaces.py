@@ -137,6 +137,18 @@ class ObservationCodec:
             return arrays[self.leaves[0].key]
         return _NestedRows([(path, arrays[leaf.key]) for leaf, path in zip(self.leaves, self.paths, strict=True)])
 
+    def checker(self) -> Callable[[Any], None]:
+        """`check`, as quick as it can be."""
+        if self.paths != ((),):
+            return self.check
+        shape, dtype = self.leaves[0].shape, numpy_dtype(self.leaves[0].dtype)
+
+        def check(observation: Any) -> None:
+            if not (type(observation) is np.ndarray and observation.shape == shape and observation.dtype == dtype):
+                self.check(observation)
+
+        return check
+
     def check(self, observation: Any) -> None:
         """Holds one raw observation against the space: structure, shapes, dtypes; not the bounds.
 

@@ -63,7 +63,8 @@ class PolicyActor:
         self.observations = list(zip(*views, strict=True)) if views else [()] * (stop - start)
         rows = [_rows(self._memory, leaf, start, stop) for leaf in self._plan.outputs]
         self._rows = list(zip(*rows, strict=True))
-        self._actions = [row[: self._num_action_leaves] for row in self._rows]
+        count = self._num_action_leaves
+        self._actions = self._rows if len(rows) == count else [row[:count] for row in self._rows]
 
     def finish(self) -> None:
         """Called after a rollout.
@@ -142,6 +143,7 @@ class RandomActor:
         self._rows: list[tuple[Array, ...]] = []
         self._arrays: list[Array] = []
         self._masks: Array = np.zeros(0)
+        self._times: list[tuple[int]] = []
         self.write: Callable[[int, Any], Sequence[Array]] = self._write_drawn
 
     def reseed(self, generator: np.random.Generator) -> None:
@@ -163,7 +165,9 @@ class RandomActor:
         else:
             for array, drawn in zip(self._arrays, self.sampler.peek(stop - start, skip=start), strict=True):
                 array[start:stop] = drawn
-            self.observations = [(t,) for t in range(stop - start)]
+            if len(self._times) < stop - start:
+                self._times = [(t,) for t in range(stop - start)]
+            self.observations = self._times
             self.call, self.write = self._rows.__getitem__, _written
 
     def check(self, outputs: Any) -> None:
