@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlcollect.layout import Key, Leaf
+from rlcollect.layout import Arrays, Key, Leaf
 
 __all__ = ["Actor", "EnvDriver", "Interruptor", "RolloutMemory"]
 
@@ -23,7 +23,7 @@ class RolloutMemory(Protocol):
     """The memory of one rollout: tensors, and the same memory as arrays `[N, T, *shape]`."""
 
     tensors: dict[Key, torch.Tensor]
-    arrays: dict[Key, Array]
+    arrays: Arrays
 
 
 class EnvDriver(Protocol):
@@ -71,7 +71,7 @@ class EnvDriver(Protocol):
     ) -> None:
         """Begins a new episode in these lanes; `current` holds their first observations."""
 
-    def bind(self, arrays: Mapping[Key, Array]) -> None:
+    def bind(self, arrays: Arrays) -> None:
         """Takes the memory of the next rollout, and writes the current observations into its first row."""
 
     def view(self, start: int, stop: int) -> None:

@@ -1,23 +1,26 @@
 """Which tensors a rollout holds, and how they lie in one block of memory.
 
 A `Leaf` is one tensor of one frame: key, shape, dtype. A `Layout` carves a block of bytes into the tensors of a
-rollout, `[*lead, *shape]` each, aligned to cache lines. It knows nothing of environments or policies.
+rollout, `[*lead, *shape]` each, aligned to cache lines. `Arrays` are those of a rollout as numpy has them. It knows
+nothing of environments or policies.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
-__all__ = ["ALIGNMENT", "Key", "Layout", "Leaf", "has_numpy", "numpy_dtype", "show_key", "torch_dtype"]
+__all__ = ["ALIGNMENT", "Arrays", "Key", "Layout", "Leaf", "has_numpy", "numpy_dtype", "show_key", "torch_dtype"]
 
 Key = tuple[str, ...]
+Array = np.ndarray[Any, Any]
+Made = TypeVar("Made")
 ALIGNMENT = 64
 
 
@@ -99,6 +102,24 @@ class Layout:
                 tensors[leaf.key] = torch.empty(shape, dtype=leaf.dtype)
             offset += _aligned(size * frames)
         return tensors
+
+
+class Arrays(dict[Key, Array]):
+    """The memory of a rollout as numpy arrays `[N, T, *shape]`; remembers what was made of them."""
+
+    def __init__(self, arrays: Mapping[Key, Array], *, remember: bool) -> None:
+        super().__init__(arrays)
+        self._remember = remember
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, name: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returns, made once for as long as the memory is used: views, in the order of steps."""
+        if name in self._made:
+            return cast(Made, self._made[name])
+        made = make()
+        if self._remember:
+            self._made[name] = made
+        return made
 
 
 def _aligned(size: int) -> int:

@@ -143,6 +143,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             raise
         self._frames += made.numel()
         self._batches += 1
+        if self.exhausted:
+            self._engine.forget_memory()
         return batch
 
     def _processed(self, batch: Any) -> Any:
@@ -330,6 +332,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             return
         self._state = _State.CLOSED
         self._abandoned.detach()
+        self._engine.forget_memory()
         errors = self._lanes.close()
         for error in errors:
             if not is_interrupt(error):

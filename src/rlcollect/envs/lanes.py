@@ -19,7 +19,7 @@ from rlcollect.envs.make import EnvSource, close_all, make_env, spaces_agree
 from rlcollect.envs.spaces import ActionCodec, ObservationCodec, Rows, observation_codec, renamed
 from rlcollect.errors import EnvError, OptionError
 from rlcollect.failures import relayed
-from rlcollect.layout import Key, Leaf, numpy_dtype
+from rlcollect.layout import Arrays, Key, Leaf, numpy_dtype
 from rlcollect.options import What
 
 __all__ = ["Lanes", "open_lanes"]
@@ -141,8 +141,10 @@ class Lanes:
         self._next: Mapping[Key, Array] = {}
         self._rows: list[Rows] = []
         self._after: Rows = self._current_rows
-        self._rewards = self._terminated = self._truncated = memoryview(np.zeros((0, 0), np.float32))
+        self._rewards = self._terminated = self._truncated = np.zeros((0, 0), np.float32).data
         self._start = 0
+        self._steps_bound = 0
+        self._arrays = Arrays({}, remember=False)
 
     def begin(self, lane: int, observation: Any, info: dict[str, Any]) -> None:
         """Takes what an environment's own first `reset` returned."""
@@ -174,8 +176,10 @@ class Lanes:
         """Time spent in the environments during `audit_step`, in total."""
         return self._calls.env_seconds
 
-    def bind(self, arrays: Mapping[Key, Array]) -> None:
+    def bind(self, arrays: Arrays) -> None:
         """Takes the memory of the next rollout, and writes the current observations into its first row."""
+        self._arrays = arrays
+        self._steps_bound = arrays["next", "reward"].shape[1]
         self._now = {leaf.key: arrays[leaf.key] for leaf in self.leaves}
         self._next = {leaf.key: arrays["next", *leaf.key] for leaf in self.leaves}
         self._after = self._codec.rows(self._next)
@@ -184,8 +188,9 @@ class Lanes:
         for name in ("terminated", "truncated"):
             arrays["next", name].fill(False)
         # memoryviews are quick to write to, and refuse what is no number, where an array would store None as NaN
-        self._rewards, self._terminated, self._truncated = (
-            memoryview(arrays["next", name][..., 0]) for name in ("reward", "terminated", "truncated")
+        self._rewards, self._terminated, self._truncated = arrays.once(
+            "flags",
+            lambda: [arrays["next", name][..., 0].data for name in ("reward", "terminated", "truncated")],
         )
         self.ends = []
         self.failed_lane = None
@@ -195,9 +200,12 @@ class Lanes:
     def view(self, start: int, stop: int) -> None:
         """The steps that follow are these of the rollout: makes views of their rows."""
         self._start = start
-        self._rows = _rows_in_time(self._codec, {key: now[:, start + 1 : stop + 1] for key, now in self._now.items()})
-        if stop == self._rewards.shape[1]:
-            self._rows.append(self._current_rows)
+        self._rows = self._arrays.once(("rows", start, stop), lambda: self._views(start, stop))
+
+    def _views(self, start: int, stop: int) -> list[Rows]:
+        """Where the observations after these steps go; after the last of all, to the current ones."""
+        rows = _rows_in_time(self._codec, {key: now[:, start + 1 : stop + 1] for key, now in self._now.items()})
+        return rows if stop < self._steps_bound else [*rows, self._current_rows]
 
     def step(self, t: int, actions: Sequence[Array]) -> None:
         """Steps every lane; row t of the window then holds a true frame of each."""
@@ -254,7 +262,7 @@ class Lanes:
 
     def _arrays_after(self, t: int) -> Mapping[Key, Array]:
         """The arrays `[N, *shape]` that hold the observations after step t."""
-        if t + 1 == self._rewards.shape[1]:
+        if t + 1 == self._steps_bound:
             return self.current
         return {key: array[:, t + 1] for key, array in self._now.items()}
 
@@ -276,7 +284,8 @@ class Lanes:
                 if not (ended and ended[-1] == made - 1):
                     after[lane, made - 1] = current[lane]
         self._now, self._next, self._rows, self._after = {}, {}, [], self._current_rows
-        self._rewards = self._terminated = self._truncated = memoryview(np.zeros((0, 0), np.float32))
+        self._arrays = Arrays({}, remember=False)
+        self._rewards = self._terminated = self._truncated = np.zeros((0, 0), np.float32).data
         if self._info is not None:
             self._info.release()
 

@@ -2,7 +2,7 @@
 
 Memory just allocated costs five times memory used before (page faults), so blocks are recycled. A block is free when
 the last tensor, view or array on it is gone: the storages of a batch keep a *lease* alive, an array that wraps the
-block, and a finaliser on the lease gives the block back. Whatever the user keeps of a batch keeps its memory.
+block, and the pool is told when that dies. Whatever the user keeps of a batch keeps its memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,27 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlcollect.layout import ALIGNMENT, Key, Layout, has_numpy
+from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy
 
-__all__ = ["BlockPool", "SameSlot", "Slot", "SlotSource"]
+__all__ = ["Block", "BlockPool", "SameSlot", "Slot", "SlotSource"]
 
 Array = np.ndarray[Any, Any]
+REMEMBERED_STEPS = 4096  # views of longer rollouts are not kept: they would weigh more than the data
+
+
+class Block:
+    """A piece of memory, and its arrays by their leading dimensions.
+
+    Attributes:
+        buffer: uint8 `[nbytes]`, aligned.
+        arrays: by leading dimensions.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        self.buffer: Array = raw[start : start + nbytes]
+        self.arrays: dict[tuple[int, ...], Arrays] = {}
 
 
 class BlockPool:
@@ -28,34 +44,44 @@ class BlockPool:
 
     Args:
         nbytes: size of a block in bytes.
-        keep: how many free blocks are kept for reuse; more than that are given back to the system. 0: none, ever.
+        keep: how many free blocks are kept for reuse. 0: none, ever.
     """
 
     def __init__(self, nbytes: int, *, keep: int = 2) -> None:
         self.nbytes = max(nbytes, 1)
-        # a full deque drops its oldest block on append, and append is atomic: a finaliser may run in any thread
-        self._free: deque[Array] = deque(maxlen=keep)
+        self._keep = keep
+        self._free: list[Block] = []
+        self._out: dict[int, tuple[weakref.ref[Array], Block]] = {}  # by the id of the reference
+        # appended to by the interpreter itself, from any thread: no code of ours runs where a Ctrl-C would be lost
+        self._returned: deque[weakref.ref[Array]] = deque()
 
-    def take(self) -> Array:
-        """A lease on a block, uint8 `[nbytes]`. Its contents are whatever was there before."""
-        try:
-            block = self._free.pop()
-        except IndexError:
-            block = _aligned_block(self.nbytes)
-        lease = np.frombuffer(block.data, np.uint8)
-        weakref.finalize(lease, self._free.append, block).atexit = False
-        return lease
+    def take(self) -> tuple[Array, Block]:
+        """A lease, uint8 `[nbytes]`, and the block that it is on, whose contents are whatever was there before."""
+        self._sort_returned()
+        block = self._free.pop() if self._free else Block(self.nbytes)
+        lease = np.frombuffer(block.buffer.data, np.uint8)
+        if self._keep:
+            reference = weakref.ref(lease, self._returned.append)
+            self._out[id(reference)] = reference, block
+        return lease, block
+
+    def _sort_returned(self) -> None:
+        while self._returned:
+            _, block = self._out.pop(id(self._returned.popleft()))
+            if len(self._free) < self._keep:
+                self._free.append(block)
 
     @property
     def num_free(self) -> int:
         """Blocks that wait for reuse."""
+        self._sort_returned()
         return len(self._free)
 
-
-def _aligned_block(nbytes: int) -> Array:
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes]
+    def forget(self) -> None:
+        """No block will be asked for: those that are let go from now on go back to the system at once."""
+        self._out.clear()
+        self._returned.clear()
+        self._free.clear()
 
 
 class Slot:
@@ -67,15 +93,13 @@ class Slot:
             are missing.
     """
 
-    def __init__(self, tensors: dict[Key, torch.Tensor], *, batched: bool, device: torch.device | None = None) -> None:
+    def __init__(
+        self, tensors: dict[Key, torch.Tensor], arrays: Arrays, *, batched: bool, device: torch.device | None
+    ) -> None:
         self.tensors = tensors
-        self._device = device
-        self.arrays: dict[Key, Array] = {}
-        for key, tensor in tensors.items():
-            if has_numpy(tensor.dtype):
-                array = tensor.numpy()
-                self.arrays[key] = array if batched else array[None]
+        self.arrays = arrays
         self._batched = batched
+        self._device = device
 
     def batch(self, made: int) -> TensorDict:
         """The first `made` steps as a TensorDict around this memory. Keys that begin with `_` stay behind."""
@@ -115,17 +139,32 @@ class SlotSource:
         reuse: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        self._device = device
         self._layout = layout
         self._lead = () if num_lanes is None else (num_lanes,)
         self._steps = steps
+        self._device = device
         self._pool = BlockPool(layout.nbytes(*self._lead, steps), keep=2 if reuse else 0)
 
     def take(self, steps: int) -> Slot:
         """Memory for `steps` steps. A rollout longer than a full one gets memory of its own."""
         lead = (*self._lead, steps)
         pool = self._pool if steps <= self._steps else BlockPool(self._layout.nbytes(*lead), keep=0)
-        return Slot(self._layout.carve(pool.take(), *lead), batched=bool(self._lead), device=self._device)
+        lease, block = pool.take()
+        if lead not in block.arrays:
+            block.arrays[lead] = self._arrays(block, lead)
+        tensors = self._layout.carve(lease, *lead)
+        return Slot(tensors, block.arrays[lead], batched=bool(self._lead), device=self._device)
+
+    def _arrays(self, block: Block, lead: tuple[int, ...]) -> Arrays:
+        """Arrays on the block itself, for our own use while a rollout is made: they are no lease."""
+        tensors = self._layout.carve(block.buffer, *lead)
+        arrays = {key: tensor.numpy() for key, tensor in tensors.items() if has_numpy(tensor.dtype)}
+        whole = {key: array if self._lead else array[None] for key, array in arrays.items()}
+        return Arrays(whole, remember=lead[-1] <= REMEMBERED_STEPS)
+
+    def forget(self) -> None:
+        """No more memory will be asked for."""
+        self._pool.forget()
 
 
 class SameSlot:
@@ -145,10 +184,14 @@ class SameSlot:
             self._slots = {steps: _Kept(self._source.take(steps))}
         return self._slots[steps]
 
+    def forget(self) -> None:
+        """No more memory will be asked for."""
+        self._source.forget()
+
 
 class _Kept(Slot):
     def __init__(self, slot: Slot) -> None:
-        self.tensors, self.arrays, self._batched, self._device = slot.tensors, slot.arrays, slot._batched, slot._device
+        super().__init__(slot.tensors, slot.arrays, batched=slot._batched, device=slot._device)
         self._batch: TensorDict | None = None
 
     def batch(self, made: int) -> TensorDict:

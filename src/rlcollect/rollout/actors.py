@@ -15,7 +15,7 @@ import torch
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Key, Leaf, has_numpy, show_key
+from rlcollect.layout import Arrays, Key, Leaf, has_numpy, show_key
 from rlcollect.rollout.plan import Plan, version_of
 
 __all__ = ["MixedActor", "PolicyActor", "RandomActor"]
@@ -61,10 +61,17 @@ class PolicyActor:
         time = 1 if self._batched else 0
         views = [tensor.narrow(time, start, stop - start).unbind(time) for tensor, _ in self._shown]
         self.observations = list(zip(*views, strict=True)) if views else [()] * (stop - start)
+        outputs, count = self._plan.outputs, self._num_action_leaves
+        if all(leaf.key in self._memory.arrays for leaf in outputs):
+            self._rows = self._memory.arrays.once(("outputs", start, stop), lambda: self._views(start, stop))
+        else:  # rows that are tensors are the batch's own
+            self._rows = self._views(start, stop)
+        self._actions = self._rows if len(outputs) == count else [row[:count] for row in self._rows]
+
+    def _views(self, start: int, stop: int) -> list[tuple[Any, ...]]:
+        assert self._memory is not None
         rows = [_rows(self._memory, leaf, start, stop) for leaf in self._plan.outputs]
-        self._rows = list(zip(*rows, strict=True))
-        count = self._num_action_leaves
-        self._actions = self._rows if len(rows) == count else [row[:count] for row in self._rows]
+        return list(zip(*rows, strict=True))
 
     def finish(self) -> None:
         """Called after a rollout.
@@ -142,6 +149,7 @@ class RandomActor:
         self._action_keys = action_keys
         self._rows: list[tuple[Array, ...]] = []
         self._arrays: list[Array] = []
+        self._once = Arrays({}, remember=False).once
         self._masks: Array = np.zeros(0)
         self._times: list[tuple[int]] = []
         self.write: Callable[[int, Any], Sequence[Array]] = self._write_drawn
@@ -152,13 +160,16 @@ class RandomActor:
 
     def bind(self, memory: RolloutMemory) -> None:
         """Takes the memory of the next rollout."""
+        self._once = memory.arrays.once
         self._arrays = [memory.arrays[key].swapaxes(0, 1) for key in self._action_keys]
         if isinstance(self.sampler, MaskedActionSampler):
             self._masks = memory.arrays[MASK].swapaxes(0, 1)
 
     def view(self, start: int, stop: int) -> None:
         """The steps that follow are these of the rollout: draws their actions, or makes views of their masks."""
-        self._rows = list(zip(*(array[start:stop] for array in self._arrays), strict=True))
+        self._rows = self._once(
+            ("random", start, stop), lambda: list(zip(*(array[start:stop] for array in self._arrays), strict=True))
+        )
         if isinstance(self.sampler, MaskedActionSampler):
             self.observations = [(mask,) for mask in self._masks[start:stop]]
             self.call, self.write = self.sampler.sample, self._write_drawn
@@ -178,7 +189,7 @@ class RandomActor:
         if isinstance(self.sampler, ActionSampler):
             self.sampler.advance(made)
         self.observations, self._rows, self.call, self._arrays = [], [], tuple, []
-        self._masks = np.zeros(0)
+        self._masks, self._once = np.zeros(0), Arrays({}, remember=False).once
 
     def _write_drawn(self, t: int, outputs: Sequence[Array]) -> Sequence[Array]:
         rows = self._rows[t]

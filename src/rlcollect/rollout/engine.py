@@ -40,6 +40,9 @@ class Memory(Protocol):
     def take(self, steps: int) -> Slot:
         """Memory for so many steps."""
 
+    def forget(self) -> None:
+        """No more memory will be asked for."""
+
 
 class Engine:
     """Makes rollouts.
@@ -282,6 +285,10 @@ class Engine:
         self._due -= set(lanes)
         for lane in lanes:
             self._seeds.pop(lane, None)
+
+    def forget_memory(self) -> None:
+        """No rollout may come for long: memory that the user lets go of goes back to the system at once."""
+        self._memory.forget()
 
     def _prepare(self) -> None:
         """Resets what is due before a rollout."""

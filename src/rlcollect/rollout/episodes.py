@@ -72,6 +72,12 @@ class Episodes:
         if "traj_ids" in self._record:
             arrays["collector", "traj_ids"][:, :made] = ids[:, :-1]
         self._ids = ids[:, -1].copy()
+        if self._record & {"step_count", "is_init"}:
+            self._fill_counts(arrays, made, times, lanes)
+        self.ages += made
+        self.ages[lanes] = made - 1 - times  # the latest of each lane is assigned last
+
+    def _fill_counts(self, arrays: Mapping[Key, Array], made: int, times: Array, lanes: Array) -> None:
         first = self._forward(-self.ages, times, lanes, times + 1, made)  # when the episode of each frame began
         counts = np.arange(made + 1) - first
         if "step_count" in self._record:
@@ -79,7 +85,6 @@ class Episodes:
             arrays["next", "step_count"][:, :made, 0] = counts[:, :-1] + 1
         if "is_init" in self._record:
             arrays["is_init",][:, :made, 0] = counts[:, :-1] == 0
-        self.ages = counts[:, -1].copy()
 
     @staticmethod
     def _forward(initial: Array, times: Array, lanes: Array, values: Array, made: int) -> Array:
@@ -93,15 +98,16 @@ class Episodes:
         """Returns and lengths of the episodes that ended; sums of those that go on."""
         num_lanes, made = rewards.shape
         heads, ends = np.arange(num_lanes) * made, lanes * made + times  # places in the rewards, lane after lane
-        starts = np.union1d(heads, ends[times < made - 1] + 1)  # a piece is what lies between two of these
+        starts = np.concatenate((heads, ends[times < made - 1] + 1))  # a piece is what lies between two of these
+        starts.sort()
         with np.errstate(invalid="ignore"):  # an environment may give inf, and -inf
             sums = np.add.reduceat(rewards.ravel(), starts, dtype=np.float64)
-            sums[np.searchsorted(starts, heads)] += self._sums
-        pieces = np.searchsorted(starts, ends, side="right") - 1
+            sums[starts.searchsorted(heads)] += self._sums
+        pieces = starts.searchsorted(ends, side="right") - 1
         self.returns.extend(sums[pieces].tolist())
         self.lengths.extend((ends - starts[pieces] + 1 + self.ages[lanes] * (starts[pieces] == heads[lanes])).tolist())
         self.finished += len(times)
-        self._sums = sums[np.searchsorted(starts, heads + made - 1, side="right") - 1]
+        self._sums = sums[starts.searchsorted(heads + made - 1, side="right") - 1]
         self._sums[lanes[times == made - 1]] = 0.0
 
     def state_dict(self) -> dict[str, Any]:
