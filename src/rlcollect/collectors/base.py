@@ -15,7 +15,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -31,6 +30,7 @@ from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
 from rlcollect.rollout.build import build_engine, make_lanes, whole_steps
+from rlcollect.rollout.seeding import ProgramState
 from rlcollect.stats import Spread, Stats
 
 __all__ = ["BaseCollector"]
@@ -65,6 +65,9 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._frames = 0
         self._batches = 0
         self._seconds = 0.0
+        self._under_way: np.ndarray[Any, Any] | None = (
+            None  # the warm-up left before a rollout that is not delivered yet
+        )
         self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
         lanes = make_lanes(create_env_fn, self._what, self._where)
         try:
@@ -122,30 +125,29 @@ class BaseCollector(IterableDataset[TensorDictBase]):
                 leaves it open: the batch under way is dropped, and new episodes begin with the next.
         """
         self._check_open()
+        self._recover()
         if self.exhausted:
             return None
         steps = self._steps
         if self._total_steps is not None:
             steps = min(steps, self._total_steps - self._frames // self.num_envs)
         start = time.perf_counter()
-        with self._closing_on_error():
-            batch = self._deliver(steps)
-        self._seconds += time.perf_counter() - start
+        self._under_way = self._engine.warmup_left
+        with _Guard(self):
+            made = self._make(steps)
+            frames, batch = self._frames + made.numel(), self._processed(made)
+        seconds = self._seconds + time.perf_counter() - start
+        # no call from here on: an interrupt comes before all of it or after
+        self._frames, self._batches, self._seconds, self._under_way = frames, self._batches + 1, seconds, None
         return batch
 
-    def _deliver(self, steps: int) -> TensorDictBase:
-        warmup = self._engine.warmup_left
-        try:
-            made = self._make(steps)
-            batch = self._processed(made)
-        except BaseException:
-            self._engine.abandon(warmup)
-            raise
-        self._frames += made.numel()
-        self._batches += 1
+    def _recover(self) -> None:
+        """Where an interrupt came between a rollout's beginning and its delivery, that rollout never was."""
+        if self._under_way is not None:
+            self._engine.abandon(self._under_way)
+            self._under_way = None
         if self.exhausted:
             self._engine.forget_memory()
-        return batch
 
     def _processed(self, batch: Any) -> Any:
         if self._sink.split_trajs:
@@ -180,17 +182,12 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             `[N, T]`, or `[T]` for a single lane.
         """
         self._check_open()
-        with self._closing_on_error():
-            return self._make(self._steps)
-
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if not is_interrupt(error):
-                self.shutdown()
-            raise
+        self._recover()
+        self._under_way = self._engine.warmup_left
+        with _Guard(self):
+            batch = self._make(self._steps)
+        self._under_way = None
+        return batch
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Batches until the frames are exhausted. Breaking off and iterating again goes on."""
@@ -262,7 +259,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         seeds = None if seed is None else _seeds(seed, len(lanes))
         if not (options is None or isinstance(options, Mapping)):
             raise OptionError(f"options must be a mapping or None, not {options!r}.")
-        with self._closing_on_error():
+        self._recover()
+        with _Guard(self):
             self._engine.reset(lanes, seeds, options)
 
     def stats(self) -> Stats:
@@ -290,6 +288,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         `state_dict` method of theirs returns; open episodes are not saved: a load begins new ones.
         """
         self._check_open()
+        self._recover()
         state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **self._engine.state_dict()}
         if isinstance(self.policy, nn.Module):
             state["policy_state_dict"] = _on_cpu(self.policy.state_dict())
@@ -359,6 +358,28 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             f"total_frames={self.total_frames}, collected_frames={self._frames}, policy=<{path}>, "
             f"{self._state.value})"
         )
+
+
+class _Guard:
+    """Around all that makes frames: an error closes the collector, and the program's own state is put back.
+
+    A class: a generator, interrupted in `contextlib`, would be closed like one that failed.
+    """
+
+    def __init__(self, collector: BaseCollector) -> None:
+        self._collector = collector
+        self._state = ProgramState()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._state.put_back()
+            if not is_interrupt(error):
+                self._collector.shutdown()
 
 
 def _close_abandoned(lanes: Lanes, name: str) -> None:

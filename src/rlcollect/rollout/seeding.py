@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict.nn import set_interaction_type
+from tensordict.nn.probabilistic import interaction_type
 
-__all__ = ["TorchStream", "action_generator", "lane_seed", "torch_seed", "untouched_randomness"]
+__all__ = ["ProgramState", "TorchStream", "action_generator", "lane_seed", "torch_seed", "untouched_randomness"]
 
 Seed = int | Sequence[int]
 
@@ -63,6 +65,24 @@ class TorchStream:
     ) -> None:
         self.state = torch.get_rng_state()
         torch.set_rng_state(self._outside)
+
+
+class ProgramState:
+    """What of the program's own a rollout changes while it is made: torch's random state, gradients, exploration.
+
+    Each is put back where it was changed; this puts them back once more when that was broken off.
+    """
+
+    def __init__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        self._exploration = interaction_type()
+        self._random = torch.get_rng_state()
+
+    def put_back(self) -> None:
+        """Safe to call again."""
+        torch.set_grad_enabled(self._gradients)
+        set_interaction_type(self._exploration).__enter__()
+        torch.set_rng_state(self._random)
 
 
 @contextmanager
