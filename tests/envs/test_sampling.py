@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 
@@ -55,12 +56,21 @@ def assert_even(counts):
     assert chi < limit
 
 
+def small_discretes():
+    """Discrete spaces of small dtypes, which older versions of Gymnasium lack."""
+    if "dtype" not in inspect.signature(spaces.Discrete).parameters:
+        return {}
+    return {
+        "discrete uint8 up to the last": (spaces.Discrete(6, start=250, dtype=np.uint8), 250, 255),
+        "discrete int8 from the first": (spaces.Discrete(6, start=-128, dtype=np.int8), -128, -123),
+    }
+
+
 INTEGERS = {
     "discrete": (spaces.Discrete(5), 0, 4),
     "discrete from -2": (spaces.Discrete(5, start=-2), -2, 2),
     "discrete of one": (spaces.Discrete(1, start=7), 7, 7),
-    "discrete uint8 up to the last": (spaces.Discrete(6, start=250, dtype=np.uint8), 250, 255),
-    "discrete int8 from the first": (spaces.Discrete(6, start=-128, dtype=np.int8), -128, -123),
+    **small_discretes(),
     "discrete at the top of int64": (spaces.Discrete(4, start=2**63 - 4), 2**63 - 4, 2**63 - 1),
     "discrete at the bottom of int64": (spaces.Discrete(4, start=-(2**63)), -(2**63), -(2**63) + 3),
     "multidiscrete": (spaces.MultiDiscrete([3, 3]), 0, 2),
