@@ -220,7 +220,8 @@ class Sink:
     )
     split_trajs: bool = _option("Deliver padded trajectories (`split_trajectories`).", False)
     return_same_td: bool = _option(
-        "Deliver the same TensorDict each time, its contents overwritten by the next.", False
+        "Deliver the same TensorDict each time, its contents overwritten by the next (a shorter batch is another one).",
+        False,
     )
     use_buffers: bool = _option("Reuse the memory of batches that were let go. False: new memory for each batch.", True)
 

@@ -222,6 +222,9 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Seeds environments, the policy's randomness and random actions. Lanes are reset with the next batch.
 
+        Without it environments are seeded by themselves, and the other streams from torch's seed: two collectors in
+        one program then draw alike, so seed at least one of them.
+
         Args:
             seed: an integer, of which every stream becomes an independent child; or one seed a lane, used as given.
             static_seed: every lane gets the same stream.

@@ -18,8 +18,9 @@ class Collector(BaseCollector):
                 collector.update_policy_weights_()
 
     Construction makes and resets the environments, and calls the policy once on the first observation to learn what it
-    writes; random states and module buffers are put back after that. The policy is called under `torch.no_grad()`;
-    whether it is in train or eval mode is the caller's choice, and left alone.
+    writes; random states and module buffers are put back after that (a counter that the policy keeps is not). The
+    policy is called under `torch.no_grad()`, with a random stream of the collector's own; whether it is in train or
+    eval mode is the caller's choice, and left alone.
 
     Args:
         create_env_fn: an environment id, a callable that returns a `gymnasium.Env`, an instance of one, or a sequence
