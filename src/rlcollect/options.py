@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,19 @@ __all__ = ["ExplorationType", "How", "Sink", "What", "Where", "option_fields", "
 ExplorationType: TypeAlias = InteractionType
 
 NestedKey = str | tuple[str, ...]
+LATER = "this release does not have it yet"
+ELSEWHERE = {  # names that users of this field may try
+    "seed": "call set_seed(seed)",
+    "max_steps": "max_frames_per_traj limits episodes, total_frames all of them",
+    **dict.fromkeys(
+        (
+            *("device", "policy_device", "env_device", "no_cuda_sync", "policy_factory", "trust_policy"),
+            *("compile_policy", "cudagraph_policy", "replay_buffer", "extend_buffer", "weight_updater"),
+            *("weight_sync_schemes", "trajs_per_batch", "pre_collect_hook", "post_collect_hook"),
+        ),
+        LATER,
+    ),
+}
 RECORDABLE = ("is_init", "step_count", "worker")
 
 
@@ -62,6 +76,17 @@ def _keys(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     return tuple((key,) if isinstance(key, str) else key for key in keys)
 
 
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a callable can be called with so many positional arguments, as far as can be known."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class What:
     """What to collect: how many frames, where episodes are cut, which keys a batch holds."""
@@ -70,14 +95,18 @@ class What:
         "Frames in a batch, over all lanes. Rounded up to a multiple of the lanes, with a warning."
     )
     total_frames: int = _option(
-        "Frames after which the collector is exhausted, -1 for never. Exact: the last batch is shorter in time.", -1
+        "Frames after which the collector is exhausted, -1 for never. Exact: the last batch is shorter in time; "
+        "only what the lanes cannot divide is rounded up, with a warning.",
+        -1,
     )
     max_frames_per_traj: int | None = _option(
-        "Frames after which an episode is truncated and its lane (alone) reset. Adds `step_count`. None: no limit.",
+        "Frames after which an episode is truncated and its lane (alone) reset. Adds `step_count`. None, -1 and 0: no "
+        "limit.",
         None,
     )
     init_random_frames: int | None = _option(
-        "Frames, over all lanes, whose actions are random before the policy takes over. None, -1 and 0 mean none.",
+        "Frames, over all lanes, whose actions are random before the policy takes over. None, -1 and 0 mean none. "
+        "Their policy_version is -1, and what else the policy writes is zero there.",
         None,
     )
     reset_at_each_iter: bool = _option("Reset every lane at the start of each batch.", False)
@@ -144,6 +173,11 @@ class What:
             raise OptionError(f'obs_dtype must be None or "env", not {self.obs_dtype!r}.')
         if not (self.reset_options is None or isinstance(self.reset_options, Mapping) or callable(self.reset_options)):
             raise OptionError(f"reset_options must be a mapping or a callable, not {self.reset_options!r}.")
+        if callable(self.reset_options) and not _takes(self.reset_options, 3):
+            raise OptionError(
+                f"reset_options={self.reset_options!r} should take three arguments: the lane, the number of its "
+                "episode, and the info of the step that ended the one before."
+            )
 
     @property
     def recorded(self) -> frozenset[str]:
@@ -257,6 +291,8 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
     known = option_fields(kinds)
     for name in given:
         if name not in known:
+            if name in ELSEWHERE:
+                raise OptionError(f"{owner} has no option {name!r}: {ELSEWHERE[name]}.")
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
             raise OptionError(f"{owner} has no option {name!r}.{hint}")

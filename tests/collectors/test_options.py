@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 
 import gymnasium as gym
 import numpy as np
@@ -246,6 +247,40 @@ class TestDocumentation:
             pass
 
         assert Mine.__doc__.count("frames_per_batch: ") == 1
+
+
+class TestNamesFromElsewhere:
+    @pytest.mark.parametrize("name", ["device", "policy_device", "replay_buffer", "policy_factory", "compile_policy"])
+    def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
+        with pytest.raises(OptionError, match=f"{name}.*not have it yet"):
+            Collector(Counter, frames_per_batch=4, **{name: None})
+
+    def test_a_seed_is_set_by_a_method(self):
+        with pytest.raises(OptionError, match=r"set_seed\(seed\)"):
+            Collector(Counter, frames_per_batch=4, seed=0)
+
+
+class TestWhatACollectorIsNot:
+    @pytest.mark.timeout(60)
+    def test_workers_of_a_data_loader_are_refused(self):
+        with Collector(Counter, frames_per_batch=4, total_frames=8) as collector:
+            loader = torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda b: b, num_workers=1)
+            with pytest.raises(Exception, match="num_workers=0"):
+                list(loader)
+
+    def test_a_data_loader_without_workers_works(self):
+        with Collector(Counter, frames_per_batch=4, total_frames=8) as collector:
+            loader = torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda b: b)
+            assert [batch.numel() for batch in loader] == [4, 4]
+
+    @pytest.mark.parametrize("copying", [pickle.dumps, copy.copy, copy.deepcopy])
+    def test_it_is_not_copied(self, copying):
+        with Collector(Counter, frames_per_batch=4) as collector, pytest.raises(TypeError, match="state_dict"):
+            copying(collector)
+
+    def test_it_is_true_however_long(self):
+        with Collector(Counter, frames_per_batch=4) as collector:
+            assert collector
 
 
 class TestCreateEnvFn:

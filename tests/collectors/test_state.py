@@ -387,12 +387,20 @@ class TestPolicyState:
             collector.load_state_dict(wrong, strict=False)
             check_batch(collector.next())
 
-    def test_a_policy_without_weights_needs_none(self):
+    def test_weights_that_have_nowhere_to_go_are_an_error_unless_they_need_not_fit(self):
         with Collector(Counter, Stochasticly(), frames_per_batch=4) as collector:
             state = collector.state_dict()
         with Collector(Counter, lambda observation: observation[..., 0].long() * 0, frames_per_batch=4) as collector:
-            collector.load_state_dict(state)
+            with pytest.raises(OptionError, match="policy_state_dict"):
+                collector.load_state_dict(state)
+            collector.load_state_dict(state, strict=False)
             check_batch(collector.next())
+
+    def test_those_of_a_module_whose_method_is_the_policy_are_saved(self):
+        policy = Stochasticly()
+        with Collector(Counter, policy.forward, frames_per_batch=4) as collector:
+            saved = collector.state_dict()["policy_state_dict"]
+        assert saved.keys() == policy.state_dict().keys()
 
 
 class TestTheStateItself:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rlcollect.envs.lanes import Lanes
 from rlcollect.errors import ClosedError, OptionError
@@ -190,9 +190,33 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         return batch
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Batches until the frames are exhausted. Breaking off and iterating again goes on."""
+        """Batches until the frames are exhausted. Breaking off and iterating again goes on.
+
+        Raises:
+            OptionError: in a worker of a DataLoader, which has a copy of the collector, and would repeat its frames.
+        """
+        if get_worker_info() is not None:
+            raise OptionError(
+                f"A {type(self).__name__} cannot be iterated over in workers of a DataLoader: each would make the same "
+                "frames, with weights of its own. Use num_workers=0 (with batch_size=None, collate_fn=lambda b: b)."
+            )
         while (batch := self.next()) is not None:
             yield batch
+
+    def __bool__(self) -> bool:
+        """True: a collector is there, whatever its length."""
+        return True
+
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"A {type(self).__name__} holds running environments and cannot be pickled or copied. Save state_dict(), "
+            "and load it into a new one."
+        )
 
     def __len__(self) -> int:
         """The number of batches, delivered ones included.
@@ -287,14 +311,16 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on: counts, ids, random states, the policy's and the environments' own states.
 
+        The policy's weights are in it if the policy is a module or a method of one; not those that a function uses.
+
         Tensors are copies on the CPU. Environments of Gymnasium save their random generator, and what a
         `state_dict` method of theirs returns; open episodes are not saved: a load begins new ones.
         """
         self._check_open()
         self._recover()
         state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **self._engine.state_dict()}
-        if isinstance(self.policy, nn.Module):
-            state["policy_state_dict"] = _on_cpu(self.policy.state_dict())
+        if (module := _module_of(self.policy)) is not None:
+            state["policy_state_dict"] = _on_cpu(module.state_dict())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -311,13 +337,12 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._engine.check_state_dict(state)
         if lacking := [key for key in ("frames", "iter", "seconds") if key not in state]:
             raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
-        if isinstance(self.policy, nn.Module):
-            if "policy_state_dict" in state:
-                self.policy.load_state_dict(state["policy_state_dict"], strict=strict)
-            elif strict:
-                raise OptionError(
-                    "The state has no policy_state_dict, and the policy is a module (strict=False: fine)."
-                )
+        module = _module_of(self.policy)
+        if strict and ("policy_state_dict" in state) is not (module is not None):
+            why = "is in the state, and the policy is no module" if module is None else "is not in the state"
+            raise OptionError(f"policy_state_dict {why}. (With strict=False weights are left out.)")
+        if module is not None and "policy_state_dict" in state:
+            module.load_state_dict(state["policy_state_dict"], strict=strict)
         self._engine.load_state_dict(state)
         self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
 
@@ -388,6 +413,12 @@ class _Guard:
 def _close_abandoned(lanes: Lanes, name: str) -> None:
     lanes.close()
     warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
+
+
+def _module_of(policy: Any) -> nn.Module | None:
+    """The module whose weights a policy computes with: itself, or the one that it is a method of."""
+    owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _on_cpu(value: Any) -> Any:

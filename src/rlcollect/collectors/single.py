@@ -28,7 +28,8 @@ class Collector(BaseCollector):
         policy: from observation to action, as a callable or module: one positional parameter gets the observation (a
             TensorDict of its keys for a Dict space), several named ones the keys of those names. Or from TensorDict to
             TensorDict: `TensorDictModule`, `TensorDictSequential`, or a callable whose parameter is annotated as a
-            TensorDict or named `tensordict` or `td`. None or `RandomPolicy()`: random actions.
+            TensorDict or named `tensordict` or `td`. None or `RandomPolicy()`: random actions, among those that an
+            "action_mask" allows where the observation has one (or the info, if `info_keys` names it).
         **options: as below; each is declared in `rlcollect.options`.
 
     Raises:

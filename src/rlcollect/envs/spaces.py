@@ -105,7 +105,7 @@ def _check_names(keys: Sequence[Key], ours: Sequence[str]) -> None:
     for i, key in enumerate(keys):
         if key[0] in ours:
             raise SpaceError(
-                f"The observation space has a key {show_key(key)}, which is a name of ours. "
+                f"The observation space has a key {show_key(key)}, which is a name of ours (or named in info_keys). "
                 f"Give it another: rename_keys={{{show_key(key)}: ...}}."
             )
         for other in keys[:i]:

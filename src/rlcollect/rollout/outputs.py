@@ -125,7 +125,10 @@ def _bare(result: Any, actions: ActionCodec) -> tuple[dict[Key, Any], Take | Non
             f"mapping or a tuple; {_kind(result)} came."
         )
     if not isinstance(result, NUMBERS):
-        raise PolicyError(f"The policy should return an action tensor or a TensorDict; {_kind(result)} came.")
+        raise PolicyError(
+            f"The policy should return an action tensor, or several outputs by name, as a TensorDict or a mapping "
+            f'({{"action": ..., "log_prob": ...}}); {_kind(result)} came.'
+        )
     return {("action",): result}, None
 
 

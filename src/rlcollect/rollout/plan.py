@@ -184,6 +184,8 @@ def _probe(draft: _Draft, observed: Observed) -> tuple[Any, bool]:
         text = f"The policy failed on the first observation ({shown}): {type(error).__name__}: {error}"
         if observed.num_lanes is None:
             text += "\nA single lane shows the policy unbatched observations; num_envs=1 gives it a batch of one lane."
+        if draft.path == "direct" and draft.program is None:
+            text += "\nIf it takes a TensorDict, annotate its parameter so, or name it `tensordict` or `td`."
         raise PolicyError(text) from error
     return result, [version_of(tensor) for tensor in arguments] != before
 
@@ -315,7 +317,9 @@ def _draft_tensordict(policy: Any, observed: Observed, reason: str) -> _Draft:
 def _draft_chain(policy: Any, observed: Observed) -> _Draft:
     for key in map(as_key, policy.in_keys):
         if not any(known[: len(key)] == key for known in observed.tensors):
-            raise observed.lacks(key, f"the key {show_key(key)}")
+            carried = ("next", *key) in map(as_key, policy.out_keys)
+            note = " and writes for the next step (recurrent state is not carried by this release)" if carried else ""
+            raise observed.lacks(key, f"the key {show_key(key)}{note}")
     program = Program(policy)
     refusal = program.refusal
     if refusal is None and not all(key in observed.tensors for key in program.in_keys):

@@ -60,7 +60,7 @@ class Program:
             return next((refusal for part in _parts(module) if (refusal := self._add(part)) is not None), None)
         if _inherits(module, TensorDictModule, MODULE_METHODS):
             return self._add_module(module)
-        return f"{type(module).__name__} has ways of its own"
+        return f"{type(module).__name__} is called as it is"
 
     def _add_module(self, module: Any) -> str | None:
         options = (module._kwargs, module.method, module.method_kwargs or None, module._get_kwargs or None)
