@@ -35,9 +35,12 @@ __all__ = [
     "SpaceError",
     "Spread",
     "Stats",
+    "SyncDataCollector",
     "TimeShares",
     "WorkerError",
     "split_trajectories",
 ]
+
+SyncDataCollector = Collector  # TorchRL's older name for it
 
 __version__ = "0.1.0"

@@ -71,7 +71,7 @@ class WorkerError(RlcollectError, RuntimeError):
 
 
 class ClosedError(RlcollectError, RuntimeError):
-    """A collector was asked for frames after it was shut down."""
+    """A collector was used after it was shut down."""
 
 
 class InvalidBatchError(RlcollectError, AssertionError):

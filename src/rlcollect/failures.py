@@ -17,7 +17,7 @@ from rlcollect.errors import EnvError, PolicyError, RlcollectError, WorkerError
 __all__ = ["is_interrupt", "relayed", "warn"]
 
 MISREAD = (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt)
-MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+MISFITS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 OURS = ("rlcollect.envs.", "rlcollect.rollout.")
 
 
@@ -42,7 +42,7 @@ def relayed(error: BaseException, *, worker: int, lane: int | None, step: int) -
     if isinstance(error, MISFITS) and _raised_in_our_code(error):
         kind = PolicyError if lane is None else EnvError
         whose = "policy" if lane is None else "environment"
-        text = f"{where}: what the {whose} gave does not fit what it gave before: {type(error).__name__}: {error}"
+        text = f"{where}: what the {whose} gave does not fit: {type(error).__name__}: {error}"
         return _caused(kind(text), error)
     told = "".join(traceback.format_exception(error))
     report = WorkerError(

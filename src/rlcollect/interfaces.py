@@ -1,7 +1,7 @@
 """The seams of the house, each as small as it can be.
 
 `EnvDriver` steps lanes and writes what they give into the memory of a rollout. `Actor` chooses actions and writes
-them. The step loop (`rollout.engine`) knows only these two. Both are given their memory before each rollout.
+them. The step loop (`rollout.engine`) knows only these two.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -81,9 +81,6 @@ class Layout:
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         self.leaves = tuple(leaves)
         self._frame_bytes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves]
-
-    def __iter__(self) -> Iterator[Leaf]:
-        return iter(self.leaves)
 
     def nbytes(self, *lead: int) -> int:
         """Bytes that `carve` needs for these leading dimensions."""

@@ -114,7 +114,9 @@ class What:
         "Mark the last frame of each lane of the delivered batch as truncated (and done). The episode goes on.", False
     )
     track_traj_ids: bool = _option('Record ("collector", "traj_ids").', True)
-    record: Sequence[str] = _option('Optional keys to record: "is_init", "step_count", "worker".', ())
+    record: Sequence[str] = _option(
+        'Optional keys to record: "is_init", "step_count", "worker". They are not shown to the policy.', ()
+    )
     info_keys: Sequence[NestedKey] | Mapping[NestedKey, gym.Space[Any] | None] = _option(
         'Entries of the info to record under ("next", "info", key): names, or a mapping from names to the space that '
         "states their form (None: as the first reset shows it, else a float32 scalar). Where the env leaves one out "
@@ -211,8 +213,8 @@ class Where:
         if self.num_envs is not None:
             object.__setattr__(self, "num_envs", _positive("num_envs", self.num_envs))
         given = self.create_env_kwargs
-        each = [given] if given is None or isinstance(given, Mapping) else given
-        if not isinstance(each, Sequence) or not all(kw is None or isinstance(kw, Mapping) for kw in each):
+        each = [] if given is None else [given] if isinstance(given, Mapping) else given
+        if not isinstance(each, Sequence) or not all(isinstance(kw, Mapping) for kw in each):
             raise OptionError(f"create_env_kwargs takes a mapping, or a sequence of one a lane, not {given!r}.")
         if self.storing_device is not None:
             try:
@@ -254,7 +256,7 @@ class Sink:
     )
     split_trajs: bool = _option("Deliver padded trajectories (`split_trajectories`).", False)
     return_same_td: bool = _option(
-        "Deliver the same TensorDict each time, its contents overwritten by the next (a shorter batch is another one).",
+        "Deliver the same TensorDict each time, ours in it overwritten by the next (a shorter batch is another one).",
         False,
     )
     use_buffers: bool = _option("Reuse the memory of batches that were let go. False: new memory for each batch.", True)

@@ -1130,3 +1130,28 @@ class TestScripts:
     def test_one_that_calls_sys_exit_in_the_loop(self):
         code, out, err = run("with collector() as c:\n    for batch in c: sys.exit(3)")
         assert (code, out, err) == (3, "closed\nclosed\n", "")
+
+
+class TestNumbersThatDoNotFit:
+    def test_a_negative_number_in_an_unsigned_observation(self):
+        """numpy would store 255; the first step is always held against the space."""
+
+        class Negative(Counter):
+            def __init__(self):
+                super().__init__(None)
+                self.observation_space = gym.spaces.Box(0, 255, (1,), np.uint8)
+
+            def _observe(self):
+                return np.array([-1 if self.t == 1 else self.t], np.int64)
+
+        with Collector(Negative, frames_per_batch=4) as collector, pytest.raises(EnvError, match="lane 0"):
+            collector.next()
+
+    def test_an_old_step_with_info_keys_is_told_what_step_should_return(self):
+        class Old(Counter):
+            def step(self, action):
+                return super().step(action)[:4]
+
+        with Collector(Old, frames_per_batch=4, info_keys={"t": None}) as collector:  # noqa: SIM117
+            with pytest.raises(EnvError):
+                collector.next()

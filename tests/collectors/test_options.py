@@ -249,6 +249,13 @@ class TestDocumentation:
         assert Mine.__doc__.count("frames_per_batch: ") == 1
 
 
+class TestASequenceOfOne:
+    def test_it_has_a_dimension_of_lanes(self):
+        """`[make] * n` has the same rank for every n."""
+        with Collector([Counter], frames_per_batch=4) as collector:
+            assert collector.next().batch_size == (1, 4)
+
+
 class TestNamesFromElsewhere:
     @pytest.mark.parametrize("name", ["device", "policy_device", "replay_buffer", "policy_factory", "compile_policy"])
     def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
@@ -731,7 +738,7 @@ class TestInfoKeys:
     def test_one_that_never_comes_is_an_error(self, key):
         with (
             Collector(Informing(lambda t: {"a": {"b": 1}}), frames_per_batch=6, info_keys=[key]) as collector,
-            pytest.raises(EnvError, match=r"lane 0, step 2: .*info_keys.*never|c.*whole episode"),
+            pytest.raises(EnvError, match=r"lane 0, step 2: .*info_keys.*never|c.*episode"),
         ):
             collector.next()
 
@@ -760,7 +767,7 @@ class TestInfoKeys:
             Collector(
                 Informing(lambda t: {}, length=1), frames_per_batch=1000, info_keys={"x": spaces.Discrete(3)}
             ) as collector,
-            pytest.raises(EnvError, match=r"'x'.*whole episode"),
+            pytest.raises(EnvError, match=r"'x'.*100 episode"),
         ):
             collector.next()
 

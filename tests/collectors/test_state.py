@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+import signal
 import time
 
 import gymnasium as gym
@@ -856,3 +857,65 @@ class TestStats:
 
     def test_tagged_workers_are_not_needed(self):
         assert self.stats([Tagged(0, 2), Tagged(1, 3)], 6, 1).episodes == 5
+
+
+class TestWhatAReviewFound:
+    def test_a_load_after_an_interrupted_batch_is_not_undone(self):
+        with Collector(Counter, Stochasticly(), frames_per_batch=4) as collector:
+            state = collector.state_dict()
+        calls = []
+
+        def interrupting(batch):
+            calls.append(1)
+            if len(calls) == 1:
+                signal.raise_signal(signal.SIGINT)
+            return batch
+
+        with Collector(
+            Counter, Stochasticly(), frames_per_batch=4, init_random_frames=8, postproc=interrupting
+        ) as collector:
+            with pytest.raises(KeyboardInterrupt):
+                collector.next()
+            collector.load_state_dict(state)
+            assert (collector.next()["collector", "policy_version"] == 0).all()
+
+    def test_environments_that_draw_from_torch_when_reset_are_reproducible_and_leave_the_programs_stream(self):
+        class Drawing(Counter):
+            def _observe(self):
+                return np.array([self.start + self.t], np.float32)
+
+            def reset(self, **kwargs):
+                self.start = float(torch.rand(()))
+                return super().reset(**kwargs)
+
+        firsts = []
+        for _ in range(2):
+            with Collector(Drawing, frames_per_batch=4) as collector:
+                collector.set_seed(0)
+                before = torch.get_rng_state()
+                firsts.append(collector.next()["observation"][0].item())
+                collector.reset()
+                assert torch.equal(torch.get_rng_state(), before)
+        assert firsts[0] == firsts[1]
+
+    def test_states_of_environments_are_copies(self):
+        class Moving(Counter):
+            weights = torch.zeros(2)
+
+            def state_dict(self):
+                return {"weights": self.weights, "list": [self.weights]}
+
+        with Collector(Moving, frames_per_batch=4) as collector:
+            state = collector.state_dict()
+            Moving.weights += 1
+        saved = state["env_state_dict"]["0"]["env"]
+        assert not saved["weights"].any()
+        assert not saved["list"][0].any()
+        Moving.weights.zero_()
+
+    def test_a_list_of_seeds_is_not_static(self):
+        with (
+            Collector(counters(2, 2), frames_per_batch=4) as collector,
+            pytest.raises(OptionError, match="static_seed"),
+        ):
+            collector.set_seed([1, 2], static_seed=True)

@@ -1317,3 +1317,26 @@ class TestAnnotations:
         raw, _ = collect(plain)
         assert torch.equal(batch["observation"], raw["observation"])
         assert torch.equal(batch["next", "observation"], raw["next", "observation"])
+
+
+class TestHowAChainIsCalled:
+    """What else than `forward` a call of a TensorDictModule runs."""
+
+    def test_a_patched_forward_is_called(self):
+        policy = TensorDictModule(act, ["observation"], ["action"])
+        policy.forward = lambda td: td.set("action", act(td["observation"]) * 0 + 1)
+        batch, _ = collect(policy)
+        assert (batch["action"] == 1).all()
+
+    def test_global_hooks_are_called(self):
+        seen = []
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+        try:
+            collect(TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"]), action_space=CONTINUOUS)
+        finally:
+            handle.remove()
+        assert {"TensorDictModule", "Linear"} <= set(seen)
+
+    def test_a_missing_key_is_told_with_those_there_are(self):
+        with pytest.raises(PolicyError, match=r"Did you mean 'observation'\? The observation has 'observation'"):
+            collect(TensorDictModule(act, ["observatoin"], ["action"]))

@@ -1,7 +1,7 @@
 """What every collector is: one constructor, iteration, counts, delivery, lifecycle.
 
 The constructor is flat, and made from the fields of the value objects in `options`: nothing is declared here twice.
-A kind says which of them it takes (`option_kinds`) and how its engine is made.
+A kind says which of them it takes (`option_kinds`). The engine is made here, in this process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rlcollect.envs.lanes import Lanes
+from rlcollect.envs.make import is_sequence
 from rlcollect.errors import ClosedError, OptionError
 from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
-from rlcollect.rollout.build import build_engine, make_lanes, whole_steps
+from rlcollect.rollout.build import build_engine, make_lanes, module_of, whole_steps
 from rlcollect.rollout.seeding import ProgramState
 from rlcollect.stats import Spread, Stats
 
@@ -42,7 +42,7 @@ class _State(enum.Enum):
 
 
 class BaseCollector(IterableDataset[TensorDictBase]):
-    """The one constructor, and all that does not depend on where frames are made."""
+    """The one constructor, iteration, counts and lifecycle."""
 
     option_kinds: ClassVar[tuple[type, ...]] = (What, Where, How, Sink)
     _about: ClassVar[str] = ""  # the docstring as written
@@ -70,12 +70,13 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         )
         self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
         lanes = make_lanes(create_env_fn, self._what, self._where)
+        batched = self._where.num_envs is not None or is_sequence(create_env_fn)
         try:
             self.num_envs = lanes.num_lanes
             self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self.num_envs)
             self._total_steps = self._counted_total()
             self._engine, self._plan = build_engine(
-                lanes, policy, self._what, self._where, self._how, self._sink, steps=self._steps
+                lanes, policy, self._what, self._where, self._how, self._sink, steps=self._steps, batched=batched
             )
         except BaseException:
             lanes.close()
@@ -121,8 +122,9 @@ class BaseCollector(IterableDataset[TensorDictBase]):
 
         Raises:
             ClosedError: after `shutdown`.
-            What an environment, the policy or a post-processing raised; the collector is then closed. A Ctrl-C
-                leaves it open: the batch under way is dropped, and new episodes begin with the next.
+            What an environment, the policy or a post-processing raised; the collector is then closed. A Ctrl-C (or
+                what a signal handler of the program raises) leaves it open: the batch under way is dropped, and new
+                episodes begin with the next.
         """
         self._check_open()
         self._recover()
@@ -263,6 +265,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._check_open()
         given = _seeds(seed, self.num_envs)
         if not isinstance(given, int):
+            if static_seed:
+                raise OptionError("static_seed=True gives every lane the stream of one seed; a list has one for each.")
             self._engine.seed(given)
             return max(given) + 1
         self._engine.seed(given, static=static_seed)
@@ -293,7 +297,6 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     def stats(self) -> Stats:
         """Figures so far: frames, speed, episodes, where the time goes."""
         engine = self._engine
-        made = engine.steps * self.num_envs
         return Stats(
             frames=self._frames,
             batches=self._batches,
@@ -303,7 +306,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             episode_return=Spread.of([*engine.episodes.returns]),
             episode_length=Spread.of([*engine.episodes.lengths]),
             policy_version=engine.policy_version,
-            time=engine.sampler.shares(self._frames // self.num_envs, self._seconds) if made else None,
+            time=engine.sampler.shares(self._frames // self.num_envs, self._seconds),
         )
 
     # --- saving ---
@@ -319,9 +322,10 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._check_open()
         self._recover()
         state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **self._engine.state_dict()}
-        if (module := _module_of(self.policy)) is not None:
-            state["policy_state_dict"] = _on_cpu(module.state_dict())
-        return state
+        if (module := module_of(self.policy)) is not None:
+            state["policy_state_dict"] = module.state_dict()
+        copied: dict[str, Any] = _on_cpu(state)
+        return copied
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Goes on where `state_dict` was taken: exactly the remaining batches come, with new episodes.
@@ -331,19 +335,22 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             strict: the policy's weights must be there, and fit exactly.
 
         Raises:
-            OptionError: something else than a state, one of another number of lanes, or without weights for the policy.
+            OptionError: something else than a state, one of another number of lanes, or without weights for the policy
+                (or with weights for none).
+            RuntimeError: torch's, for weights that do not fit.
         """
         self._check_open()
         self._engine.check_state_dict(state)
         if lacking := [key for key in ("frames", "iter", "seconds") if key not in state]:
             raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
-        module = _module_of(self.policy)
+        module = module_of(self.policy)
         if strict and ("policy_state_dict" in state) is not (module is not None):
             why = "is in the state, and the policy is no module" if module is None else "is not in the state"
             raise OptionError(f"policy_state_dict {why}. (With strict=False weights are left out.)")
         if module is not None and "policy_state_dict" in state:
             module.load_state_dict(state["policy_state_dict"], strict=strict)
         self._engine.load_state_dict(state)
+        self._under_way = None
         self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
 
     # --- lifecycle ---
@@ -415,17 +422,13 @@ def _close_abandoned(lanes: Lanes, name: str) -> None:
     warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
 
 
-def _module_of(policy: Any) -> nn.Module | None:
-    """The module whose weights a policy computes with: itself, or the one that it is a method of."""
-    owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
-
-
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):
         return {key: _on_cpu(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(part) for part in value)
     return value
 
 
@@ -448,7 +451,10 @@ def _lane_indices(index: Any, num_lanes: int) -> list[int]:
         return list(range(num_lanes))
     if isinstance(index, slice):
         return list(range(num_lanes))[index]
-    values = torch.as_tensor(index).reshape(-1)
+    try:
+        values = torch.as_tensor(index).reshape(-1)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(f"reset takes lanes as integers, or one bool a lane; {index!r} came.") from error
     if not len(values):
         return []
     if values.dtype.is_floating_point or values.dtype.is_complex:

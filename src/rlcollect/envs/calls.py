@@ -13,14 +13,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rlcollect.envs.info import MISSING, InfoRecorder, info_entry
+from rlcollect.envs.info import MISSING, InfoRecorder, Step, info_entry
 from rlcollect.envs.spaces import ObservationCodec
 from rlcollect.errors import EnvError, OptionError
 from rlcollect.layout import Key
 
 __all__ = ["MASK", "LaneCalls", "mask_of"]
 
-Step = Callable[[Any], tuple[Any, Any, Any, Any, dict[str, Any]]]
 Reset = Callable[..., tuple[Any, dict[str, Any]]]
 ResetOptions = Mapping[str, Any] | Callable[[int, int, dict[str, Any]], Mapping[str, Any] | None] | None
 
@@ -71,15 +70,15 @@ class LaneCalls:
     def _remembering(self, lane: int, step: Step) -> Step:
         def remembering(action: Any) -> Any:
             result = step(action)
-            self._last_info[lane] = result[4]
+            self._last_info[lane] = result[-1]
             return result
 
         return remembering
 
     def _with_options(self, lane: int, reset: Reset) -> Reset:
         def with_options(**kwargs: Any) -> Any:
-            options = self._reset_options
-            if callable(options):
+            options = kwargs.pop("options", self._reset_options)
+            if options is self._reset_options and callable(options):
                 options = options(lane, self.episodes[lane], self._last_info[lane])
             if not (options is None or isinstance(options, Mapping)):
                 raise OptionError(f"reset_options should return a mapping or None; it returned {options!r}.")

@@ -16,7 +16,7 @@ from rlcollect.envs.spaces import check_value, fits, space_leaf
 from rlcollect.errors import EnvError, SpaceError
 from rlcollect.layout import Key, Leaf, show_key
 
-__all__ = ["InfoRecorder", "info_entry", "info_leaves"]
+__all__ = ["InfoRecorder", "Step", "info_entry", "info_leaves"]
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[Any], tuple[Any, Any, Any, Any, dict[str, Any]]]
@@ -101,7 +101,7 @@ class InfoRecorder:
 
         def recording(action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
             result = step(action)
-            self._record(lane, result[4])
+            self._record(lane, result[-1])
             return result
 
         return recording
@@ -132,7 +132,7 @@ class InfoRecorder:
         for key in sorted(self._unseen):
             if self._episodes >= (PATIENCE if key in self._stated or not by_env else 1):
                 raise EnvError(
-                    f"info_keys asks for {show_key(key)}, and no step has had it in {self._episodes} whole episode(s). "
+                    f"info_keys asks for {show_key(key)}, and no step has had it in {self._episodes} episode(s). "
                     "Leave it out, have the environment put it into its info, or, if it is rare, state its form: "
                     f"info_keys={{{show_key(key)}: space}}."
                 )

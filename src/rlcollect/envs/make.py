@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 from gymnasium import spaces
@@ -11,7 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from rlcollect.errors import OptionError, SpaceError
 
-__all__ = ["EnvSource", "close_all", "lane_sources", "make_env", "spaces_agree"]
+__all__ = ["EnvSource", "close_all", "is_sequence", "lane_sources", "make_env", "spaces_agree"]
 
 Env = gym.Env[Any, Any]
 EnvSource = str | EnvSpec | Callable[..., Env] | Env
@@ -19,6 +19,11 @@ ACCEPTED = (
     "an environment id or spec, a callable that returns a gymnasium.Env, a gymnasium.Env, or a sequence of these "
     "(one lane each)"
 )
+
+
+def is_sequence(create_env_fn: object) -> bool:
+    """Whether these are several sources, one a lane (be it one), and not a single one."""
+    return isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str)
 
 
 def lane_sources(
@@ -31,15 +36,15 @@ def lane_sources(
     Raises:
         OptionError: a source of no known kind, one instance for several lanes, a sequence together with `num_envs`.
     """
-    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+    if is_sequence(create_env_fn):
+        sources = list(cast(Sequence[EnvSource], create_env_fn))
         if num_envs is not None:
             raise OptionError(
-                f"create_env_fn is a sequence of {len(create_env_fn)}, one lane each, and num_envs={num_envs} was "
+                f"create_env_fn is a sequence of {len(sources)}, one lane each, and num_envs={num_envs} was "
                 "given too. Leave num_envs out, or pass one maker."
             )
-        sources = list(create_env_fn)
     else:
-        sources = [create_env_fn] * (1 if num_envs is None else num_envs)
+        sources = [cast(EnvSource, create_env_fn)] * (1 if num_envs is None else num_envs)
     if not sources:
         raise OptionError("create_env_fn is an empty sequence; it needs one maker a lane.")
     for lane, source in enumerate(sources):

@@ -324,7 +324,8 @@ def check_value(what: str, value: Any, leaf: Leaf) -> None:
     if array.shape != leaf.shape:
         raise EnvError(f"{what} should have shape {list(leaf.shape)}; {_describe(value)} came.")
     wanted = numpy_dtype(leaf.dtype)
-    if not np.can_cast(array.dtype, wanted, "same_kind") and not (wanted.kind == "u" and array.dtype.kind == "i"):
+    whole = wanted.kind in "iu" and array.dtype.kind in "iu" and bool((array.astype(wanted) == array).all())
+    if not whole and not (np.can_cast(array.dtype, wanted, "same_kind") and wanted.kind not in "iu"):
         raise EnvError(f"{what} should have dtype {wanted}; {_describe(value)} came.")
 
 

@@ -187,7 +187,7 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
             loaded = _load(folder)
             if committed_steps(folder) == before:
                 return loaded
-        except (OSError, RuntimeError, ValueError) as error:
+        except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             if committed_steps(folder) != before:
                 continue  # a writer moved on between two of the files that were read
             if isinstance(error, DatasetError):

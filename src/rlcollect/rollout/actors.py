@@ -1,7 +1,6 @@
 """Who chooses the actions: the policy, chance, or (for one step, when a warm-up is shared unevenly) both.
 
-Each actor is given the memory of a rollout, prepares views of it for every step at once, and then only calls and
-writes.
+Each actor is given the memory of a rollout, prepares views of it for a window of steps, and then only calls and writes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rlcollect.rollout.engine import Engine
 from rlcollect.rollout.plan import Observed, Plan, plan_policy
 from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
 
-__all__ = ["RandomPolicy", "build_engine", "make_lanes", "whole_steps"]
+__all__ = ["RandomPolicy", "build_engine", "make_lanes", "module_of", "whole_steps"]
 
 
 class RandomPolicy:
@@ -47,7 +47,16 @@ def make_lanes(create_env_fn: EnvSource | Sequence[EnvSource], what: What, where
 
 
 def build_engine(
-    lanes: Lanes, policy: Any, what: What, where: Where, how: How, sink: Sink, *, steps: int, worker: int = 0
+    lanes: Lanes,
+    policy: Any,
+    what: What,
+    where: Where,
+    how: How,
+    sink: Sink,
+    *,
+    steps: int,
+    batched: bool,
+    worker: int = 0,
 ) -> tuple[Engine, Plan | None]:
     """An engine over these lanes, and the plan of the policy (None: actions are random).
 
@@ -55,13 +64,13 @@ def build_engine(
         lanes: made by `make_lanes`.
         policy: what the user passed.
         what: limits and marks.
-        where: how many lanes.
+        where: devices.
         how: exploration, interruptor.
         sink: what memory is used for batches.
         steps: T of a full rollout.
+        batched: whether batches have a dimension of lanes.
         worker: number of the worker.
     """
-    batched = where.num_envs is not None or lanes.num_lanes > 1
     num_lanes = lanes.num_lanes if batched else None
     plan = None
     if not (policy is None or isinstance(policy, RandomPolicy)):
@@ -99,12 +108,18 @@ def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What, how: 
         raise relayed(error, worker=worker, lane=None, step=0)  # noqa: B904 - it has a cause of its own
 
 
+def module_of(policy: Any) -> nn.Module | None:
+    """The module whose weights a policy computes with: itself, or the one that it is a method of."""
+    owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
 class _UntouchedBuffers:
     """Puts the buffers of a module back as they were."""
 
     def __init__(self, policy: Any) -> None:
-        owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)  # of a bound method
-        modules = owner.modules() if isinstance(owner, nn.Module) else ()
+        module = module_of(policy)
+        modules = () if module is None else module.modules()
         self._saved = [
             (module, name, buffer, None if buffer is None or is_lazy(buffer) else buffer.clone())
             for module in modules

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["DirectCall"]
+__all__ = ["DirectCall", "is_hooked"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = (
@@ -132,19 +132,24 @@ def _stored(name: str, place: str) -> property:
     return property(lambda self: self.__dict__[place][name])
 
 
-def _shape(module: nn.Module, *, plain: bool) -> tuple[Any, ...]:
-    """What a twin relies on: the class, that nothing hooks into the call, the children, the names of what is stored."""
-    if not plain:
-        return (type(module),)
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something else than the class's `forward` runs when the module is called."""
     own = module.__dict__
-    hooked = (
+    return (
         any(own[name] for name in HOOKS)
         or any(getattr(torch_module, name, None) for name in GLOBAL_HOOKS)
         or own.get("_compiled_call_impl") is not None
         or "forward" in own
     )
+
+
+def _shape(module: nn.Module, *, plain: bool) -> tuple[Any, ...]:
+    """What a twin relies on: the class, that nothing hooks into the call, the children, the names of what is stored."""
+    if not plain:
+        return (type(module),)
+    own = module.__dict__
     children = [(name, id(child)) for name, child in own["_modules"].items()]
-    return type(module), hooked, children, [*own["_parameters"], *own["_buffers"]]
+    return type(module), is_hooked(module), children, [*own["_parameters"], *own["_buffers"]]
 
 
 # --- whether a twin would be noticed ----------------------------------------------------------------------------------
@@ -180,7 +185,8 @@ def _only_reads(kind: type, name: str, known: set[str]) -> bool:
         return False
     instructions = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
     for step, after in zip(instructions, [*instructions[1:], None], strict=True):
-        if step.argval != self_name or "FAST" not in step.opname:
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # later Pythons load two at once
+        if self_name not in names or "FAST" not in step.opname:
             continue
         if step.opname not in LOADS or after is None or after.opname not in READS:
             return False

@@ -31,6 +31,7 @@ __all__ = ["Engine"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
+STATE_KEYS = ("env_state_dict", "episodes", "random", "seeds", "policy_version", "steps", "warmup_left")
 WINDOW = 256  # steps for which views are made at once: few enough to die young, or the garbage collector walks the heap
 
 
@@ -272,11 +273,8 @@ class Engine:
         waiting = {**self._seeds, **dict(zip(lanes, seeds or (), strict=bool(seeds)))}
         kwargs = {} if options is None else {"options": dict(options)}
         try:
-            for group in ([lane for lane in lanes if (lane in waiting) is seeded] for seeded in (True, False)):
-                if group:
-                    given = [waiting[lane] for lane in group] if group[0] in waiting else None
-                    with self._located(0):
-                        self._driver.reset(group, given, kwargs)
+            with self.stream:
+                self._reset_groups(lanes, waiting, kwargs)
         except BaseException:
             self._due |= set(lanes)  # some were reset, and are to be again
             raise
@@ -296,6 +294,14 @@ class Engine:
             self._due |= set(np.flatnonzero(self.episodes.ages).tolist())
         if self._due:
             self.reset(sorted(self._due))
+
+    def _reset_groups(self, lanes: Sequence[int], seeds: Mapping[int, int], kwargs: Mapping[str, Any]) -> None:
+        """Those that have a seed together, and the others."""
+        for group in ([lane for lane in lanes if (lane in seeds) is seeded] for seeded in (True, False)):
+            if group:
+                given = [seeds[lane] for lane in group] if group[0] in seeds else None
+                with self._located(0):
+                    self._driver.reset(group, given, kwargs)
 
     def abandon(self, warmup_left: Array | None = None) -> None:
         """The last rollout is lost: new episodes begin with the next, a CUT.
@@ -341,7 +347,7 @@ class Engine:
         Raises:
             OptionError: it lacks something, or is of another number of lanes.
         """
-        if lacking := [key for key in self.state_dict() if key not in state]:
+        if lacking := [key for key in STATE_KEYS if key not in state]:
             raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
         if len(state["warmup_left"]) != self._driver.num_lanes:
             raise OptionError(

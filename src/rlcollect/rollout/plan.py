@@ -63,7 +63,9 @@ class Observed:
         """What to raise when the policy reads what is not there."""
         names = [show_key(known) for known in self.tensors]
         near = difflib.get_close_matches(show_key(key), names, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"The observation has {', '.join(names)}."
+        hint = (f"Did you mean {near[0]}? " if near else "") + f"The observation has {', '.join(names)}."
+        if key in (("is_init",), ("step_count",)):
+            hint += " (What `record=` adds is not shown to policies by this release.)"
         return PolicyError(f"The policy reads {reads}, which the environment does not give. {hint}")
 
 

@@ -10,13 +10,12 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequ
 from torch import nn
 
 from rlcollect.layout import Key
-from rlcollect.rollout.direct import DirectCall
+from rlcollect.rollout.direct import DirectCall, is_hooked
 
 __all__ = ["Program", "as_key", "is_stale"]
 
 MODULE_METHODS = ("__call__", "forward", "_call_module", "_write_to_tensordict")
 SEQUENCE_METHODS = ("__call__", "forward", "_run_module")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def as_key(key: Any) -> Key:
@@ -52,7 +51,7 @@ class Program:
     def _add(self, module: Any) -> str | None:
         if not isinstance(module, TensorDictModuleBase):
             return f"{type(module).__name__} is no TensorDictModule"
-        if any(module.__dict__[name] for name in HOOKS):
+        if is_hooked(module):
             return f"a hook on {type(module).__name__}"
         if _inherits(module, TensorDictSequential, SEQUENCE_METHODS):
             if module.partial_tolerant or module._select_before_return or module.inplace is not None:
@@ -118,7 +117,7 @@ def _shape(module: Any) -> Iterator[tuple[Any, ...]]:
     """What a program relies on, for every TensorDictModule of a chain."""
     if isinstance(module, TensorDictModuleBase):
         inner = getattr(module, "module", None)
-        yield id(module), id(inner), any(module.__dict__[name] for name in HOOKS)
+        yield id(module), id(inner), is_hooked(module)
         if isinstance(inner, nn.ModuleList | nn.ModuleDict):
             for part in _parts(module):
                 yield from _shape(part)
