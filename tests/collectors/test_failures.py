@@ -1134,7 +1134,7 @@ class TestScripts:
 
 class TestNumbersThatDoNotFit:
     def test_a_negative_number_in_an_unsigned_observation(self):
-        """numpy would store 255; the first step is always held against the space."""
+        """Numpy would store 255; the first step is always held against the space."""
 
         class Negative(Counter):
             def __init__(self):
