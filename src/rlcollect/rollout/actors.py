@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlcollect.envs.calls import MASK
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
@@ -20,7 +21,6 @@ from rlcollect.rollout.plan import Plan, version_of
 __all__ = ["MixedActor", "PolicyActor", "RandomActor"]
 
 Array = np.ndarray[Any, Any]
-MASK: Key = ("action_mask",)
 
 
 class PolicyActor:

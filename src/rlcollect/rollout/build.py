@@ -12,6 +12,7 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rlcollect.envs.calls import MASK
 from rlcollect.envs.lanes import Lanes, open_lanes
 from rlcollect.envs.make import EnvSource, lane_sources
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
@@ -20,7 +21,7 @@ from rlcollect.failures import relayed, warn
 from rlcollect.layout import Layout, Leaf
 from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
-from rlcollect.rollout.actors import MASK, PolicyActor, RandomActor
+from rlcollect.rollout.actors import PolicyActor, RandomActor
 from rlcollect.rollout.engine import Engine
 from rlcollect.rollout.plan import Observed, Plan, plan_policy
 from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
