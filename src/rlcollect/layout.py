@@ -9,19 +9,52 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 
-__all__ = ["ALIGNMENT", "Arrays", "Key", "Layout", "Leaf", "has_numpy", "numpy_dtype", "show_key", "torch_dtype"]
+__all__ = [
+    "ALIGNMENT",
+    "Arrays",
+    "Key",
+    "Layout",
+    "Leaf",
+    "has_numpy",
+    "nested",
+    "numpy_dtype",
+    "show_key",
+    "tensordict_leaves",
+    "torch_dtype",
+]
 
 Key = tuple[str, ...]
 Array = np.ndarray[Any, Any]
 Made = TypeVar("Made")
 ALIGNMENT = 64
+
+
+def nested(values: Iterable[tuple[Key, Any]]) -> dict[str, Any]:
+    """Values by key, as dicts in dicts."""
+    root: dict[str, Any] = {}
+    for key, value in values:
+        level = root
+        for part in key[:-1]:
+            level = level.setdefault(part, {})
+        level[key[-1]] = value
+    return root
+
+
+def tensordict_leaves(data: TensorDictBase, above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Everything in a TensorDict by key, non-tensor data included."""
+    for name, value in data.items():
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            yield from tensordict_leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
 
 
 def show_key(key: Key) -> str:

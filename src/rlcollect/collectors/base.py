@@ -65,9 +65,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._frames = 0
         self._batches = 0
         self._seconds = 0.0
-        self._under_way: np.ndarray[Any, Any] | None = (
-            None  # the warm-up left before a rollout that is not delivered yet
-        )
+        # the warm-up left before a rollout that is not delivered yet
+        self._under_way: np.ndarray[Any, Any] | None = None
         self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
         lanes = make_lanes(create_env_fn, self._what, self._where)
         batched = self._where.num_envs is not None or is_sequence(create_env_fn)

@@ -14,7 +14,7 @@ import torch
 
 from rlcollect.envs.spaces import check_value, fits, space_leaf
 from rlcollect.errors import EnvError, SpaceError
-from rlcollect.layout import Key, Leaf, show_key
+from rlcollect.layout import Key, Leaf, show_key, torch_dtype
 
 __all__ = ["InfoRecorder", "Step", "info_entry", "info_leaves"]
 
@@ -57,7 +57,7 @@ def _leaf_of(key: Key, value: Any) -> Leaf:
         raise SpaceError(f"info_keys: the reset's info has {show_key(key)} = {value!r}, which is not numeric.")
     if array.dtype == np.float64:
         return Leaf(key, array.shape, torch.get_default_dtype())
-    return Leaf(key, array.shape, torch.from_numpy(np.empty(0, array.dtype)).dtype)
+    return Leaf(key, array.shape, torch_dtype(array.dtype))
 
 
 def _fill(dtype: torch.dtype) -> float | int | bool:

@@ -240,24 +240,25 @@ class Lanes:
         self.ends.append((t, lane))
         if self._info is not None:
             self._info.episode_ended(by_env=True)
+        return self._restarted(lane)
+
+    def _restarted(self, lane: int) -> Any:
         observation = self._resets[lane]()[0]
         self._check(observation)
         return observation
 
     def truncate(self, t: int, lanes: Sequence[int]) -> None:
         """Marks frame t of these lanes as the truncated last of its episode, and resets them."""
-        row = self._rows[t - self._start]
+        row, arrays = self._rows[t - self._start], self._arrays_after(t)
         for lane in lanes:
-            for key, after in self._arrays_after(t).items():
+            for key, after in arrays.items():
                 self._next[key][lane, t] = after[lane]
             self._truncated[lane, t] = True
             self.ends.append((t, lane))
             self.failed_lane = lane
             if self._info is not None:
                 self._info.episode_ended(by_env=False)
-            observation = self._resets[lane]()[0]
-            self._codec.check(observation)
-            row[lane] = observation
+            row[lane] = self._restarted(lane)
             self.failed_lane = None
 
     def _arrays_after(self, t: int) -> Mapping[Key, Array]:

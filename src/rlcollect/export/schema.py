@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from rlcollect.errors import DatasetError
-from rlcollect.layout import Key, show_key
+from rlcollect.layout import Key, show_key, tensordict_leaves
 
 __all__ = ["MARK", "META", "Schema", "batch_tensors"]
 
@@ -106,7 +105,7 @@ def batch_tensors(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
     Raises:
         DatasetError: something in it is no tensor of a fixed shape, or stands under a name that the format uses itself.
     """
-    tensors = dict(_leaves(batch, ()))
+    tensors = dict(tensordict_leaves(batch))
     for key, value in tensors.items():
         if not _is_plain(value) or value.shape[: batch.batch_dims] != batch.batch_size:
             kind = type(getattr(value, "data", value) if is_non_tensor(value) else value).__name__
@@ -121,11 +120,3 @@ def batch_tensors(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
-
-
-def _leaves(batch: TensorDictBase, above: Key) -> Iterator[tuple[Key, Any]]:
-    for name, value in batch.items():
-        if is_tensor_collection(value) and not is_non_tensor(value):
-            yield from _leaves(value, (*above, name))
-        else:
-            yield (*above, name), value

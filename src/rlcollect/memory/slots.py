@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy
+from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy, nested
 
 __all__ = ["Block", "BlockPool", "SameSlot", "Slot", "SlotSource"]
 
@@ -71,12 +71,6 @@ class BlockPool:
             if len(self._free) < self._keep:
                 self._free.append(block)
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that wait for reuse."""
-        self._sort_returned()
-        return len(self._free)
-
     def forget(self) -> None:
         """No block will be asked for: those that are let go from now on go back to the system at once."""
         self._out.clear()
@@ -109,14 +103,8 @@ class Slot:
         if made != first.shape[time]:
             tensors = {key: tensor.narrow(time, 0, made) for key, tensor in tensors.items()}
         batch_size = [*first.shape[:time], made]
-        nested: dict[str, Any] = {}
-        for key, tensor in tensors.items():
-            if not any(part.startswith("_") for part in key):
-                level = nested
-                for part in key[:-1]:
-                    level = level.setdefault(part, {})
-                level[key[-1]] = tensor
-        return TensorDict(nested, batch_size=batch_size, names=[*[None] * time, "time"], device=self._device)
+        kept = nested((key, tensor) for key, tensor in tensors.items() if not any(p.startswith("_") for p in key))
+        return TensorDict(kept, batch_size=batch_size, names=[*[None] * time, "time"], device=self._device)
 
 
 class SlotSource:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import TensorDictBase
 
 from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, Leaf, show_key
+from rlcollect.layout import Key, Leaf, show_key, tensordict_leaves
 
 __all__ = ["Take", "checked_leaves", "outputs_by_key", "take_by_keys"]
 
@@ -40,7 +40,7 @@ def outputs_by_key(
     if out_keys is not None:
         values, take = _declared(result, out_keys)
     elif isinstance(result, TensorDictBase):
-        values, take = dict(_tensordict_leaves(result, ())), _take_from_tensordict
+        values, take = dict(tensordict_leaves(result)), _take_from_tensordict
     elif isinstance(result, Mapping):
         values, take = _mapping(result)
     else:
@@ -71,14 +71,6 @@ def take_by_keys(out_keys: Sequence[Key] | None) -> Take:
         return tuple([values[places[key]] for key in keys])
 
     return take
-
-
-def _tensordict_leaves(data: TensorDictBase, above: Key) -> Iterator[tuple[Key, Any]]:
-    for name, value in data.items():
-        if is_tensor_collection(value) and not is_non_tensor(value):
-            yield from _tensordict_leaves(value, (*above, name))
-        else:
-            yield (*above, name), value
 
 
 def _take_from_tensordict(result: Any, keys: Sequence[Key]) -> tuple[Any, ...]:

@@ -25,10 +25,10 @@ from torch import nn
 
 from rlcollect.envs.spaces import ALWAYS_OURS, ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, show_key
+from rlcollect.layout import Key, nested, show_key
 from rlcollect.rollout.direct import DirectCall
-from rlcollect.rollout.outputs import Take, checked_leaves, outputs_by_key, take_by_keys
-from rlcollect.rollout.program import Program, as_key, is_stale
+from rlcollect.rollout.outputs import checked_leaves, outputs_by_key, take_by_keys
+from rlcollect.rollout.program import Program, as_key
 
 __all__ = ["Observed", "Plan", "plan_policy", "version_of"]
 
@@ -51,13 +51,8 @@ class Observed:
 
     def tensordict(self, keys: Sequence[Key], tensors: Sequence[torch.Tensor], skip: int = 0) -> TensorDict:
         """A TensorDict of the lanes; the first `skip` parts of each key are left out."""
-        nested: dict[str, Any] = {}
-        for key, tensor in zip(keys, tensors, strict=True):
-            level = nested
-            for part in key[skip:-1]:
-                level = level.setdefault(part, {})
-            level[key[-1]] = tensor
-        return TensorDict(nested, batch_size=[] if self.num_lanes is None else [self.num_lanes])
+        values = nested(zip([key[skip:] for key in keys], tensors, strict=True))
+        return TensorDict(values, batch_size=[] if self.num_lanes is None else [self.num_lanes])
 
     def lacks(self, key: Key, reads: str) -> PolicyError:
         """What to raise when the policy reads what is not there."""
@@ -86,12 +81,9 @@ class Plan:
     """How a policy is called.
 
     Attributes:
-        in_keys: the observation keys whose tensors are the arguments of `call`, in order.
         outputs: what `call` returns: one leaf for a single value, several for a tuple. The actions come first.
         examples: the first outputs, one a leaf; their shapes and kinds are those of all that follow.
         call: from tensors to a tensor, or to a tuple of them.
-        path: "direct" or "tensordict".
-        reason: why it took this path, in a few words.
 
     Args:
         policy: what the user passed.
@@ -113,12 +105,23 @@ class Plan:
         )
         self.examples = tuple(values[leaf.key] for leaf in self.outputs)
         self._copies = touched
-        self._take_draft(draft, take)
-
-    def _take_draft(self, draft: _Draft, take: Take | None) -> None:
         self._current, self._take = draft, take
-        self.in_keys, self.path, self.reason = draft.in_keys, draft.path, draft.reason
         self.call = self._assemble()
+
+    @property
+    def in_keys(self) -> tuple[Key, ...]:
+        """The observation keys whose tensors are the arguments of `call`, in order."""
+        return self._current.in_keys
+
+    @property
+    def path(self) -> str:
+        """How it is called: "direct" or "tensordict"."""
+        return self._current.path
+
+    @property
+    def reason(self) -> str:
+        """Why it took this path, in a few words."""
+        return self._current.reason
 
     def _assemble(self) -> Call:
         return self._prepared(self._taking(self._current.assemble()))
@@ -153,9 +156,11 @@ class Plan:
 
     def refresh(self) -> None:
         """Looks for hooks that came and modules that were replaced; `in_keys` and `call` may then be others."""
-        if is_stale(self._current.program):
-            draft = _draft(self._policy, self._observed)
-            self._take_draft(draft, take_by_keys(draft.out_keys))
+        program = self._current.program
+        if program is not None and program.is_stale():
+            self._current = _draft(self._policy, self._observed)
+            self._take = take_by_keys(self._current.out_keys)
+            self.call = self._assemble()
         elif sum(direct.refresh() for direct in self._current.directs):  # every one is refreshed
             self.call = self._assemble()
 

@@ -12,7 +12,7 @@ from torch import nn
 from rlcollect.layout import Key
 from rlcollect.rollout.direct import DirectCall, is_hooked
 
-__all__ = ["Program", "as_key", "is_stale"]
+__all__ = ["Program", "as_key"]
 
 MODULE_METHODS = ("__call__", "forward", "_call_module", "_write_to_tensordict")
 SEQUENCE_METHODS = ("__call__", "forward", "_run_module")
@@ -101,11 +101,6 @@ class Program:
             return tuple([registers[place] for place in results])
 
         return run
-
-
-def is_stale(program: Program | None) -> bool:
-    """Whether there is a program, and its chain is not what it was."""
-    return program is not None and program.is_stale()
 
 
 def _parts(module: Any) -> Iterator[Any]:
