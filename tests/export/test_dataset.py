@@ -258,7 +258,7 @@ class TestReading:
         with DatasetWriter(tmp_path / "run") as writer:
             writer.write(make_batch(0, 3))
         shutil.rmtree(tmp_path / "run" / "next")
-        with pytest.raises(DatasetError, match="cannot load"):
+        with pytest.raises(DatasetError, match="not complete"):
             load_dataset(tmp_path / "run")
 
 

@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase
 
 from rlcollect.errors import DatasetError
-from rlcollect.export.files import DatasetFiles, claim, committed_steps, is_dataset, memmap_name
+from rlcollect.export.files import DatasetFiles, claim, memmap_name, read_metadata
 from rlcollect.export.schema import MARK, META, Schema, batch_tensors
+from rlcollect.layout import Key
 
 __all__ = ["DatasetWriter", "load_dataset"]
-
-LOAD_ATTEMPTS = 100
 
 NO_LINKS = (
     "if that file system has no symbolic links (FAT, some network shares), write to another disk and copy the dataset "
@@ -169,7 +168,7 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
     Works on a closed dataset, on one whose writer was killed, and on one that another process is writing (the frames
     at that moment). The tensors are views of the files: what is written to them is written to the dataset, as after
     `TensorDict.load_memmap`, which gives the same frames time first, `[T, N]` (and may raise in the very moment in
-    which another process commits a batch, where this function tries again).
+    which another process commits a batch, where this function does not).
 
     Args:
         path: the folder that a `DatasetWriter` wrote.
@@ -181,58 +180,62 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
         DatasetError: there is no dataset, it is not one of ours, or files are missing or too short.
     """
     folder = Path(path)
-    for _ in range(LOAD_ATTEMPTS):
-        before = committed_steps(folder)
-        try:
-            loaded = _load(folder)
-            if committed_steps(folder) == before:
-                return loaded
-        except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-            if committed_steps(folder) != before:
-                continue  # a writer moved on between two of the files that were read
-            if isinstance(error, DatasetError):
-                raise
-            raise DatasetError(f"cannot load the dataset at '{folder}': {error}") from error
-    raise DatasetError(f"'{folder}' is written to faster than it can be read; load it when its writer is closed")
-
-
-def _load(folder: Path) -> TensorDict:
     if not folder.is_dir():
         raise DatasetError(
             f"there is no dataset at '{folder}'. A DatasetWriter that was closed without a batch leaves none"
         )
-    if not is_dataset(folder / META):
-        raise DatasetError(
-            f"'{folder}' holds no dataset of rlcollect: expected a {META} with {MARK!r} in it. A DatasetWriter makes "
-            "it with the first batch; any other memory-mapped TensorDict is read by TensorDict.load_memmap"
-        )
-    _check_files(folder)
-    loaded = TensorDict.load_memmap(folder)
-    if loaded.batch_dims == 1:
-        loaded.names = ["time"]
-        return loaded
-    result = loaded.apply(lambda value: value.transpose(0, 1), batch_size=loaded.batch_size[::-1])
-    result.names = [None, "time"]
+    try:
+        metadata = read_metadata(folder / META)
+        if metadata is None or MARK not in metadata:
+            raise DatasetError(
+                f"'{folder}' holds no dataset of rlcollect: expected a {META} with {MARK!r} in it. A DatasetWriter "
+                "makes it with the first batch; any other memory-mapped TensorDict is read by TensorDict.load_memmap"
+            )
+        steps, *lanes = metadata["shape"]
+        result = TensorDict({}, batch_size=[*lanes, steps], names=[None] * len(lanes) + ["time"])
+        for key, value in _mapped(folder, metadata, steps):
+            result[key] = value.movedim(0, len(lanes))
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, DatasetError):
+            raise
+        raise DatasetError(f"cannot load the dataset at '{folder}': {error}") from error
     return result
 
 
-def _check_files(folder: Path) -> None:
-    """Every file is as long as the metadata say: tensordict leaves missing keys out, and grows short files with zeros.
+def _mapped(folder: Path, metadata: dict[str, Any], steps: int) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The first `steps` steps of each tensor of a level of keys and of those below it, `[T, N, *]`, by key.
 
-    Raises:
-        DatasetError: one is not; names it.
+    How many steps there are is read once, at the root: what was committed then never changes, however many steps a
+    writer adds meanwhile, so every level is read as of that moment.
     """
-    for key, entry in json.loads((folder / META).read_bytes()).items():
+    for key, entry in metadata.items():
         if not isinstance(entry, dict):
             continue
-        name = memmap_name(key)
+        below = folder / memmap_name(key)
         if "type" in entry:
-            _check_files(folder / name)
-            continue
-        file = folder / f"{name}.memmap"
-        needed = torch.Size(entry["shape"]).numel() * getattr(torch, entry["dtype"].removeprefix("torch.")).itemsize
-        found = file.stat().st_size if file.exists() else 0
-        if found < needed:
-            raise DatasetError(
-                f"'{file}' has {found:,} bytes, expected {needed:,}: the dataset is not complete; copy it again"
-            )
+            inner = read_metadata(below / META)
+            if inner is None:
+                raise DatasetError(
+                    f"'{below / META}' is missing or no metadata: the dataset is not complete; copy it again"
+                )
+            yield from (((key, *rest), value) for rest, value in _mapped(below, inner, steps))
+        else:
+            yield (key,), _map_file(below.with_name(f"{below.name}.memmap"), entry, steps)
+
+
+def _map_file(file: Path, entry: dict[str, Any], steps: int) -> torch.Tensor:
+    """The tensor in a file, mapped.
+
+    Raises:
+        DatasetError: it is shorter than the metadata say. (tensordict would grow it with zeros.)
+    """
+    dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
+    shape = torch.Size([steps, *entry["shape"][1:]])
+    needed = shape.numel() * dtype.itemsize
+    found = file.stat().st_size if file.exists() else 0
+    if found < needed:
+        raise DatasetError(
+            f"'{file}' has {found:,} bytes, expected {needed:,}: the dataset is not complete; copy it again"
+        )
+    mapped: torch.Tensor = MemoryMappedTensor.from_filename(file, dtype, shape)
+    return mapped

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from tensordict.utils import _encode_key_for_filesystem  # how a key names its file has no public name
@@ -16,9 +16,10 @@ from rlcollect.errors import DatasetError
 from rlcollect.export.schema import MARK, META, Schema
 from rlcollect.layout import Key
 
-__all__ = ["DatasetFiles", "claim", "committed_steps", "is_dataset", "memmap_name"]
+__all__ = ["DatasetFiles", "claim", "memmap_name", "read_metadata"]
 
 COMMIT = ".commit"
+READ_ATTEMPTS = 20
 COMMITS = (f"{COMMIT}-a", f"{COMMIT}-b")
 
 
@@ -27,13 +28,25 @@ def memmap_name(name: str) -> str:
     return str(_encode_key_for_filesystem(name))
 
 
+def read_metadata(meta: Path) -> dict[str, Any] | None:
+    """What a `meta.json` says; None if there is none.
+
+    A link to it may swing, and the file that it led to be written anew, while it is read: what is not whole is read
+    again. One read is far shorter than the two commits that this takes, so a few attempts are plenty.
+    """
+    for _ in range(READ_ATTEMPTS):
+        try:
+            metadata = json.loads(meta.read_bytes())
+        except (OSError, ValueError):
+            continue
+        return metadata if isinstance(metadata, dict) else None
+    return None
+
+
 def is_dataset(meta: Path) -> bool:
     """Whether this is the root `meta.json` of a dataset of ours."""
-    try:
-        metadata = json.loads(meta.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(metadata, dict) and MARK in metadata
+    metadata = read_metadata(meta)
+    return metadata is not None and MARK in metadata
 
 
 def _is_ours(folder: Path) -> bool:
@@ -44,10 +57,8 @@ def _is_ours(folder: Path) -> bool:
 
 def committed_steps(folder: Path) -> int | None:
     """How many steps the dataset in `folder` holds, as its `.commit` says; None where no writer is at work."""
-    try:
-        return int(json.loads((folder / COMMIT / META).read_bytes())["shape"][0])
-    except (OSError, ValueError):
-        return None
+    metadata = read_metadata(folder / COMMIT / META)
+    return None if metadata is None else int(metadata["shape"][0])
 
 
 def claim(path: Path, *, overwrite: bool) -> None:
