@@ -16,8 +16,9 @@ from rlcollect.errors import (
 )
 from rlcollect.interfaces import Interruptor
 from rlcollect.memory.trajectories import split_trajectories
-from rlcollect.options import ExplorationType
-from rlcollect.rollout.build import RandomPolicy
+from rlcollect.options import ExplorationType, exploration_type, set_exploration_type
+from rlcollect.rollout.policy.intake import RandomPolicy
+from rlcollect.rollout.policy.recurrent import RecurrentModule
 from rlcollect.stats import Spread, Stats, TimeShares
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "OptionError",
     "PolicyError",
     "RandomPolicy",
+    "RecurrentModule",
     "RlcollectError",
     "SpaceError",
     "Spread",
@@ -38,6 +40,8 @@ __all__ = [
     "SyncDataCollector",
     "TimeShares",
     "WorkerError",
+    "exploration_type",
+    "set_exploration_type",
     "split_trajectories",
 ]
 

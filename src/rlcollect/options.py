@@ -19,13 +19,28 @@ from typing import Any, Literal, TypeAlias
 
 import gymnasium as gym
 import torch
-from tensordict.nn import InteractionType
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn.probabilistic import interaction_type
 
+from rlcollect.devices import Placement, device_of, resolve
 from rlcollect.errors import OptionError
 
-__all__ = ["ExplorationType", "How", "Sink", "What", "Where", "option_fields", "parse_options"]
+__all__ = [
+    "ExplorationType",
+    "How",
+    "Sink",
+    "What",
+    "Where",
+    "exploration_type",
+    "option_fields",
+    "parse_options",
+    "set_exploration_type",
+]
 
 ExplorationType: TypeAlias = InteractionType
+exploration_type = interaction_type
+set_exploration_type = set_interaction_type
 
 NestedKey = str | tuple[str, ...]
 LATER = "this release does not have it yet"
@@ -34,9 +49,8 @@ ELSEWHERE = {  # names that users of this field may try
     "max_steps": "max_frames_per_traj limits episodes, total_frames all of them",
     **dict.fromkeys(
         (
-            *("device", "policy_device", "env_device", "no_cuda_sync", "policy_factory", "trust_policy"),
-            *("compile_policy", "cudagraph_policy", "replay_buffer", "extend_buffer", "weight_updater"),
-            *("weight_sync_schemes", "trajs_per_batch", "pre_collect_hook", "post_collect_hook"),
+            *("replay_buffer", "extend_buffer", "weight_updater", "weight_sync_schemes"),
+            *("trajs_per_batch", "pre_collect_hook", "post_collect_hook"),
         ),
         LATER,
     ),
@@ -62,6 +76,34 @@ def _positive(name: str, value: object) -> int:
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise OptionError(f"{name} must be True or False, not {value!r}.")
+
+
+def _switch(name: str, value: Any) -> dict[str, Any] | None:
+    """The arguments of something that is switched on, by True or by giving them; None: it is off."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return {}
+    if not isinstance(value, Mapping):
+        raise OptionError(f"{name} must be True, False or a mapping of arguments, not {value!r}.")
+    if wrong := [key for key in value if not isinstance(key, str)]:
+        raise OptionError(f"{name} takes arguments by name, not {wrong[0]!r}.")
+    return dict(value)
+
+
+def _state(name: str, value: Any) -> dict[tuple[str, ...], torch.Tensor]:
+    """State by key, as tensors."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping | TensorDictBase):
+        raise OptionError(f"{name} takes a mapping from keys to tensors, not {value!r}.")
+    if isinstance(value, TensorDictBase):
+        value = dict(value.items(True, True))
+    keys = _keys(name, value)
+    try:
+        return {key: torch.as_tensor(tensor) for key, tensor in zip(keys, value.values(), strict=True)}
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(f"{name} takes a mapping from keys to tensors; {value!r} came.") from error
 
 
 def _keys(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
@@ -106,7 +148,8 @@ class What:
     )
     init_random_frames: int | None = _option(
         "Frames, over all lanes, whose actions are random before the policy takes over. None, -1 and 0 mean none. "
-        "Their policy_version is -1, and what else the policy writes is zero there.",
+        "Their policy_version is -1, and what else the policy writes is zero there (recurrent state: its initial "
+        "value).",
         None,
     )
     reset_at_each_iter: bool = _option("Reset every lane at the start of each batch.", False)
@@ -115,7 +158,9 @@ class What:
     )
     track_traj_ids: bool = _option('Record ("collector", "traj_ids").', True)
     record: Sequence[str] = _option(
-        'Optional keys to record: "is_init", "step_count", "worker". They are not shown to the policy.', ()
+        'Optional keys to record: "is_init", "step_count", "worker". "is_init" is recorded also when '
+        "the policy reads it; a policy that takes any TensorDict finds it there when it is recorded.",
+        (),
     )
     info_keys: Sequence[NestedKey] | Mapping[NestedKey, gym.Space[Any] | None] = _option(
         'Entries of the info to record under ("next", "info", key): names, or a mapping from names to the space that '
@@ -205,9 +250,27 @@ class Where:
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
         "Keyword arguments for the maker (or for `gymnasium.make`): one mapping, or one for each lane.", None
     )
+    device: torch.device | str | int | None = _option(
+        "Stands for `policy_device` and `storing_device` where these are not given.", None
+    )
+    policy_device: torch.device | str | int | None = _option(
+        "Where the policy computes. A module whose weights are elsewhere is copied there, and "
+        "`update_policy_weights_()` copies them again. None: where its weights are.",
+        None,
+    )
+    env_device: torch.device | str | int | None = _option(
+        "Where environments make their frames. Those of Gymnasium: the CPU.", None
+    )
     storing_device: torch.device | str | int | None = _option(
         "Device of the delivered batches. None: where they were made, the CPU.", None
     )
+    no_cuda_sync: bool = _option(
+        "Copy to and from a CUDA policy plainly, one tensor after the other, in the place of pinned copies that an "
+        "event waits for.",
+        False,
+    )
+
+    placement: Placement = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_envs is not None:
@@ -216,13 +279,13 @@ class Where:
         each = [] if given is None else [given] if isinstance(given, Mapping) else given
         if not isinstance(each, Sequence) or not all(isinstance(kw, Mapping) for kw in each):
             raise OptionError(f"create_env_kwargs takes a mapping, or a sequence of one a lane, not {given!r}.")
-        if self.storing_device is not None:
-            try:
-                device = torch.empty(0, device=self.storing_device).device
-            except (RuntimeError, TypeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-                text = f"storing_device={self.storing_device!r} is no device that torch has here: {error}"
-                raise OptionError(text) from error
-            object.__setattr__(self, "storing_device", device)
+        _flag("no_cuda_sync", self.no_cuda_sync)
+        for name in ("device", "policy_device", "env_device", "storing_device"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, device_of(name, getattr(self, name)))
+        object.__setattr__(
+            self, "placement", resolve(self.device, self.policy_device, self.env_device, self.storing_device)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +295,36 @@ class How:
     exploration_type: ExplorationType = _option(
         "Exploration during collection; the process-wide setting is left as it was found.", ExplorationType.RANDOM
     )
+    policy_factory: Callable[[], Any] | None = _option(
+        "Makes the policy, in the place of `policy`: called once, where the frames are made.", None
+    )
+    trust_policy: bool = _option(
+        "Believe a policy that declares its outputs (`out_keys`, and a `spec` for what is neither the action nor a "
+        "log-probability), and do not call it at construction. One that does not tell all shapes, or is to be "
+        "compiled, is called all the same.",
+        False,
+    )
+    initial_policy_state: Mapping[NestedKey, Any] | None = _option(
+        "Recurrent state of one lane at the start of an episode, by key: what the policy reads as `k` and writes under "
+        '`("next", k)`. Tensors are read anew before each rollout, so parameters may be learned. None: '
+        "what the policy's primer or spec says, else zeros of the shape that it writes. A policy that takes any "
+        'TensorDict has all that it writes under "next" carried.',
+        None,
+    )
+    check_actions: bool = _option(
+        "Look at every action: no NaN, whole numbers where they are due, and in the range of a Discrete, MultiDiscrete "
+        "or MultiBinary space. The error names lane and frame.",
+        False,
+    )
+    compile_policy: bool | Mapping[str, Any] | None = _option(
+        "True, or arguments for `torch.compile`: the policy is compiled at construction, by a few calls.",
+        None,
+    )
+    cudagraph_policy: bool | Mapping[str, Any] | None = _option(
+        "True, or arguments for `tensordict.nn.CudaGraphModule`: a policy on CUDA is recorded, at construction, and "
+        "replayed. Weights may change in place; a change of mode is not seen.",
+        None,
+    )
     interruptor: Any = _option(
         "An object with `start_collection()`, `stop_collection()` and `collection_stopped()`: asked after each step; "
         "a rollout that it stops is delivered short.",
@@ -240,7 +333,17 @@ class How:
 
     def __post_init__(self) -> None:
         if not isinstance(self.exploration_type, InteractionType):
-            raise OptionError(f"exploration_type must be an ExplorationType, not {self.exploration_type!r}.")
+            raise OptionError(
+                f"exploration_type must be an ExplorationType (ExplorationType.DETERMINISTIC, say), not "
+                f"{self.exploration_type!r}."
+            )
+        if self.policy_factory is not None and not callable(self.policy_factory):
+            raise OptionError(f"policy_factory must be a callable that makes a policy, not {self.policy_factory!r}.")
+        for name in ("trust_policy", "check_actions"):
+            _flag(name, getattr(self, name))
+        for name in ("compile_policy", "cudagraph_policy"):
+            object.__setattr__(self, name, _switch(name, getattr(self, name)))
+        object.__setattr__(self, "initial_policy_state", _state("initial_policy_state", self.initial_policy_state))
         verbs = ("start_collection", "stop_collection", "collection_stopped")
         lacking = [verb for verb in verbs if not callable(getattr(self.interruptor, verb, None))]
         if self.interruptor is not None and lacking:
@@ -276,7 +379,7 @@ class Sink:
 
 def option_fields(kinds: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
     """Every option of these value objects, by name, in the order they are declared."""
-    return {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+    return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
 
 
 def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -> dict[type, Any]:

@@ -257,7 +257,7 @@ class TestASequenceOfOne:
 
 
 class TestNamesFromElsewhere:
-    @pytest.mark.parametrize("name", ["device", "policy_device", "replay_buffer", "policy_factory", "compile_policy"])
+    @pytest.mark.parametrize("name", ["replay_buffer", "weight_updater", "pre_collect_hook"])
     def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
         with pytest.raises(OptionError, match=f"{name}.*not have it yet"):
             Collector(Counter, frames_per_batch=4, **{name: None})
@@ -271,7 +271,9 @@ class TestWhatACollectorIsNot:
     @pytest.mark.timeout(60)
     def test_workers_of_a_data_loader_are_refused(self):
         with Collector(Counter, frames_per_batch=4, total_frames=8) as collector:
-            loader = torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda b: b, num_workers=1)
+            loader = torch.utils.data.DataLoader(
+                collector, batch_size=None, collate_fn=lambda b: b, num_workers=1, multiprocessing_context="fork"
+            )
             with pytest.raises(Exception, match="num_workers=0"):
                 list(loader)
 

@@ -1,4 +1,4 @@
-"""Tiny networks: threads would only wait for each other, and for whatever else the machine does."""
+"""What holds for all tests of policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
+    """Tiny networks: threads would only wait for each other, and for whatever else the machine does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def distributions_check_themselves() -> Iterator[None]:
+    """As torch has it; its compiler, and TorchRL, switch the checks off for the whole program."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)

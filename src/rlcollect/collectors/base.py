@@ -23,13 +23,15 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
+from rlcollect.devices import CPU
 from rlcollect.envs.lanes import Lanes
 from rlcollect.envs.make import is_sequence
 from rlcollect.errors import ClosedError, OptionError
 from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
-from rlcollect.rollout.build import build_engine, make_lanes, module_of, whole_steps
+from rlcollect.rollout.build import build_engine, make_lanes, whole_steps
+from rlcollect.rollout.policy.intake import module_of, take_in, weights_of
 from rlcollect.rollout.seeding import ProgramState
 from rlcollect.stats import Spread, Stats
 
@@ -61,13 +63,14 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._where: Where = parsed[Where]
         self._how: How = parsed[How]
         self._sink: Sink = parsed[Sink]
-        self.policy = policy
         self._frames = 0
         self._batches = 0
         self._seconds = 0.0
         # the warm-up left before a rollout that is not delivered yet
         self._under_way: np.ndarray[Any, Any] | None = None
         self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
+        self._acting = take_in(policy, self._how, self._where.placement.policy)
+        self.policy = self._acting.given
         lanes = make_lanes(create_env_fn, self._what, self._where)
         batched = self._where.num_envs is not None or is_sequence(create_env_fn)
         try:
@@ -75,7 +78,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self.num_envs)
             self._total_steps = self._counted_total()
             self._engine, self._plan = build_engine(
-                lanes, policy, self._what, self._where, self._how, self._sink, steps=self._steps, batched=batched
+                lanes, self._acting, self._what, self._where, self._how, self._sink, steps=self._steps, batched=batched
             )
         except BaseException:
             lanes.close()
@@ -110,6 +113,11 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     def exhausted(self) -> bool:
         """Whether all frames that were asked for have been delivered."""
         return self._total_steps is not None and self._frames >= self.total_frames
+
+    @property
+    def policy_device(self) -> torch.device:
+        """Where the policy computes."""
+        return self._acting.device
 
     @property
     def policy_version(self) -> int:
@@ -164,8 +172,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
 
     def _make(self, steps: int) -> TensorDictBase:
         batch = self._engine.rollout(steps)
-        device = self._where.storing_device
-        if device is None or device.type == "cpu":  # type: ignore[union-attr]
+        device = self._where.placement.storing
+        if device is None or device == CPU:
             return batch
         moved = batch.to(device)
         if not self._sink.return_same_td:
@@ -235,12 +243,17 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     def update_policy_weights_(self) -> int:
         """Says that the policy has new weights; the frames that follow carry the new version.
 
-        In one process the policy is the user's own module, so there is nothing to copy: the version counts.
+        In one process the policy is the user's own module, so there is nothing to copy: the version counts. Only where
+        `policy_device` made a copy on another device are the weights, parameters and buffers, copied to it.
 
         Returns:
             The new version.
+
+        Raises:
+            PolicyError: the user's module has other weights by now than those that were copied.
         """
         self._check_open()
+        self._acting.update()
         self._engine.policy_version += 1
         return self._engine.policy_version
 
@@ -313,7 +326,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on: counts, ids, random states, the policy's and the environments' own states.
 
-        The policy's weights are in it if the policy is a module or a method of one; not those that a function uses.
+        The policy's weights are in it if the policy is a module or a method of one (where `policy_device` made a copy:
+        those of your module); not those that a function uses.
 
         Tensors are copies on the CPU. Environments of Gymnasium save their random generator, and what a
         `state_dict` method of theirs returns; open episodes are not saved: a load begins new ones.
@@ -321,8 +335,8 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._check_open()
         self._recover()
         state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **self._engine.state_dict()}
-        if (module := module_of(self.policy)) is not None:
-            state["policy_state_dict"] = module.state_dict()
+        if (weights := weights_of(self._acting.given)) is not None:
+            state["policy_state_dict"] = weights
         copied: dict[str, Any] = _on_cpu(state)
         return copied
 
@@ -347,7 +361,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             why = "is in the state, and the policy is no module" if module is None else "is not in the state"
             raise OptionError(f"policy_state_dict {why}. (With strict=False weights are left out.)")
         if module is not None and "policy_state_dict" in state:
-            module.load_state_dict(state["policy_state_dict"], strict=strict)
+            self._acting.load(state["policy_state_dict"], strict=strict)
         self._engine.load_state_dict(state)
         self._under_way = None
         self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
@@ -402,7 +416,7 @@ class _Guard:
 
     def __init__(self, collector: BaseCollector) -> None:
         self._collector = collector
-        self._state = ProgramState()
+        self._state = ProgramState(collector.policy_device)
 
     def __enter__(self) -> None:
         pass

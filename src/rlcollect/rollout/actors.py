@@ -10,15 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 
+from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
+from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
 from rlcollect.layout import Arrays, Key, Leaf, has_numpy, show_key
-from rlcollect.rollout.plan import Plan, version_of
+from rlcollect.rollout.policy.distributions import Sampling
+from rlcollect.rollout.policy.outputs import kind_of
+from rlcollect.rollout.policy.plan import Plan
+from rlcollect.rollout.policy.probe import version_of
 
-__all__ = ["MixedActor", "PolicyActor", "RandomActor"]
+__all__ = ["ActionCheck", "MixedActor", "PolicyActor", "RandomActor"]
 
 Array = np.ndarray[Any, Any]
 
@@ -30,25 +36,52 @@ class PolicyActor:
         plan: how the policy is called.
         num_action_leaves: how many of its outputs make up the action.
         batched: whether the policy sees a dimension of lanes.
+        check_actions: looks at the actions of every step; None: nobody does.
     """
 
-    def __init__(self, plan: Plan, num_action_leaves: int, *, batched: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        num_action_leaves: int,
+        *,
+        batched: bool,
+        check_actions: ActionCheck | None = None,
+    ) -> None:
         self.observations: Sequence[tuple[torch.Tensor, ...]] = []
         self.call = plan.call
         self._plan = plan
         self._batched = batched
         self._num_action_leaves = num_action_leaves
-        self._stores = [_store(leaf, example) for leaf, example in zip(plan.outputs, plan.examples, strict=True)]
+        forms = zip(plan.outputs, plan.shapes, plan.examples, strict=True)
+        self._stores = [_store(leaf, shape, example) for leaf, shape, example in forms]
         self._actions: list[tuple[Array, ...]] = []
         self._shown: list[tuple[torch.Tensor, int]] = []
         self._memory: RolloutMemory | None = None
         self._rows: list[tuple[Any, ...]] = []
-        plain_action = len(plan.outputs) == 1 and self._stores[0] is _store_tensor
-        self.write: Callable[[int, Any], Sequence[Array]] = self._write_action if plain_action else self._write_all
+        self._action_shape, self._action_dtype = plan.shapes[0], getattr(plan.examples[0], "dtype", None)
+        plain_action = len(plan.outputs) == 1 and _is_plain(plan.outputs[0], plan.examples[0])
+        self.store: Callable[[int, Any], Sequence[Array]] = self._write_action if plain_action else self._write_all
+        self._check_actions = check_actions
+        self.write = self.store if check_actions is None else self._write_checked
+        self._proven_write = self.write
+        self._is_proven = plan.examples[0] is not None  # else it was not called yet
+        if not self._is_proven:
+            self.write = self._write_unproven
 
-    def bind(self, memory: RolloutMemory) -> None:
-        """Takes the memory of the next rollout."""
+    def bind(
+        self, memory: RolloutMemory, ages: Array, ends: Sequence[tuple[int, int]], *, warming: bool = False
+    ) -> None:
+        """Takes the memory of the next rollout.
+
+        Args:
+            memory: where its frames go.
+            ages: `[N]`, frames that each lane's episode has had.
+            ends: (t, lane) of the episodes that end in it, in order of time; it grows.
+            warming: whether chance acts in some lane.
+        """
         self._plan.refresh()
+        if self._plan.state is not None:
+            self._plan.state.bind(ages, ends, keep_initial=warming)
         self.call = self._plan.call
         self._memory = memory
         tensors = [memory.tensors[key] for key in self._plan.in_keys]
@@ -72,8 +105,13 @@ class PolicyActor:
         rows = [_rows(self._memory, leaf, start, stop) for leaf in self._plan.outputs]
         return list(zip(*rows, strict=True))
 
-    def finish(self) -> None:
-        """Called after a rollout.
+    def enter(self, t: int) -> None:
+        """The policy acts from step t of the rollout on."""
+        if self._plan.state is not None:
+            self._plan.state.enter(t)
+
+    def finish(self, made: int) -> None:
+        """The rollout has `made` steps: records the policy's state.
 
         Raises:
             PolicyError: the policy has changed the observations it was shown.
@@ -83,6 +121,37 @@ class PolicyActor:
                 "The policy changed its observation in place, and with it the record. It did not at construction, "
                 "where it would have been given copies. Let it work on a copy."
             )
+        if self._plan.state is not None:
+            assert self._memory is not None
+            self._plan.state.fill(self._memory, made)
+
+    def first_invalid(self, starts: Array, made: int) -> tuple[int, str] | None:
+        """The first step at which nothing can be drawn from a distribution, and what to say of it.
+
+        Args:
+            starts: int64 `[N]`, the first step of each lane in which the policy acted.
+            made: steps of the rollout.
+        """
+        found = [wrong for each in self._plan.samplings if (wrong := self._invalid(each, starts, made)) is not None]
+        return min(found, default=None)
+
+    def _invalid(self, sampling: Sampling, starts: Array, made: int) -> tuple[int, str] | None:
+        assert self._memory is not None
+        assert sampling.is_valid is not None
+        tensors = [self._memory.tensors[key] for key in sampling.params]
+        frames = [tensor[:, :made] if self._batched else tensor.unsqueeze(0)[:, :made] for tensor in tensors]
+        if starts.any():  # zeros stand where chance acted
+            pieces = [[frame[lane, start:] for frame in frames] for lane, start in enumerate(starts.tolist())]
+        else:
+            pieces = [frames]
+        if all(sampling.is_valid(*piece) for piece in pieces):
+            return None
+        for t in range(int(starts.min()), made):
+            for lane in np.flatnonzero(starts <= t).tolist():
+                values = [frame[lane, t] for frame in frames]
+                if not sampling.is_valid(*values):
+                    return t, f"lane {lane}: {_undrawable(sampling, values)}"
+        return None
 
     def release(self) -> None:
         """Lets the memory go."""
@@ -90,14 +159,69 @@ class PolicyActor:
 
     def _write_action(self, t: int, output: torch.Tensor) -> Sequence[Array]:
         rows = self._actions[t]
-        rows[0][...] = output.numpy()
+        try:
+            fits = output.shape == self._action_shape and output.dtype is self._action_dtype
+            rows[0][...] = output.numpy()
+        except Exception as error:
+            raise self._unfit((output,)) from error
+        if not fits:
+            raise self._unfit((output,))
         return rows
 
     def _write_all(self, t: int, outputs: Any) -> Sequence[Array]:
         values = outputs if len(self._stores) > 1 else (outputs,)
-        for store, row, value in zip(self._stores, self._rows[t], values, strict=True):
-            store(row, value)
+        try:
+            for store, row, value in zip(self._stores, self._rows[t], values, strict=True):
+                store(row, value)
+        except Exception as error:
+            raise self._unfit(values) from error
         return self._actions[t]
+
+    def _unfit(self, values: Any) -> PolicyError:
+        """What to say of outputs that could not be stored."""
+        if not isinstance(values, tuple) or len(values) != len(self._stores):
+            return PolicyError(f"The policy gave {len(self._stores)} output(s) at first, and now {kind_of(values)}.")
+        plan = self._plan
+        for leaf, shape, example, value in zip(plan.outputs, plan.shapes, plan.examples, values, strict=True):
+            if not isinstance(value, torch.Tensor | np.ndarray) or tuple(value.shape) != shape:
+                return PolicyError(
+                    f"The policy's {show_key(leaf.key)} had shape {list(shape)} at first, and now it is "
+                    f"{kind_of(value)}."
+                )
+            before = getattr(example, "dtype", value.dtype)
+            if before != value.dtype:
+                return PolicyError(
+                    f"The policy's {show_key(leaf.key)} had dtype {before} at first, and now {value.dtype}."
+                )
+        return PolicyError("The policy's outputs cannot be stored as its first ones were.")
+
+    def _write_unproven(self, t: int, outputs: Any) -> Sequence[Array]:
+        self.prove(outputs)
+        return self._proven_write(t, outputs)
+
+    def prove(self, outputs: Any) -> None:
+        """Holds the first outputs of all against what was declared, if the policy was not called at construction."""
+        if not self._is_proven:
+            self.check(outputs)
+            self._is_proven, self.write = True, self._proven_write
+
+    def _write_checked(self, t: int, outputs: Any) -> Sequence[Array]:
+        actions = self.store(t, outputs)
+        self.check_actions(outputs)
+        return actions
+
+    def check_actions(self, outputs: Any, lanes: Array | None = None) -> None:
+        """Looks at the actions as the policy gave them, before they were cast, if that was asked for.
+
+        Args:
+            outputs: of one call.
+            lanes: bool `[N]`, where the policy acts; None: in all.
+        """
+        if self._check_actions is None:
+            return
+        values = (outputs if len(self._stores) > 1 else (outputs,))[: self._num_action_leaves]
+        arrays = [v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in values]
+        self._check_actions(arrays if self._batched else [array[None] for array in arrays], lanes)
 
     def check(self, outputs: Any) -> None:
         """Holds outputs against the first ones there were: storing them would hide another shape by broadcasting.
@@ -108,22 +232,91 @@ class PolicyActor:
         values = outputs if len(self._stores) > 1 else (outputs,)
         if len(values) != len(self._stores):
             raise PolicyError(f"The policy gave {len(self._stores)} outputs at first, and now {len(values)}.")
-        for leaf, first, value in zip(self._plan.outputs, self._plan.examples, values, strict=True):
-            if np.shape(value) != np.shape(first):
+        plan = self._plan
+        for leaf, first, example, value in zip(plan.outputs, plan.shapes, plan.examples, values, strict=True):
+            number = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if number and not leaf.dtype.is_floating_point and not torch.equal(value, value.round()):
+                raise PolicyError(f"{show_key(leaf.key)} is stored as {leaf.dtype}, and now {value.tolist()} came.")
+            if tuple(np.shape(value)) != first:
+                before = "had" if example is not None else "should, by its spec, have"
                 raise PolicyError(
-                    f"{show_key(leaf.key)} had shape {list(np.shape(first))} at first, and now {list(np.shape(value))}."
+                    f"The policy's {show_key(leaf.key)} {before} shape {list(first)}"
+                    f"{' at first' if example is not None else ''}, and now {list(np.shape(value))}."
                 )
 
     def blank(self, memory: RolloutMemory) -> None:
-        """Zeros for every output: what stands where the policy was not asked."""
+        """What stands where the policy was not asked: zeros, and its state as it is in the beginning."""
         for leaf in self._plan.outputs:
-            memory.tensors[leaf.key].zero_()
+            target, first = memory.tensors[leaf.key], self._first_state(leaf.key)
+            if first is None:
+                target.zero_()
+            else:
+                target.copy_(first.unsqueeze(1) if self._batched else first[0])
+
+    def _first_state(self, key: Key) -> torch.Tensor | None:
+        return None if self._plan.state is None else self._plan.state.initial_of(key)
 
     def blank_extras(self, t: int, lanes: Array) -> None:
-        """Zeros in row t of these lanes for every output but the action."""
+        """In row t of these lanes, for every output but the action, what stands where the policy was not asked."""
         where = np.flatnonzero(lanes).tolist()
-        for row in self._rows[t][self._num_action_leaves :]:
-            row[where] = 0
+        for leaf, row in zip(self._plan.outputs, self._rows[t], strict=True):
+            if leaf.key[0] != "action":
+                first = self._first_state(leaf.key)
+                row[where] = 0 if first is None else first[where].to(CPU)
+        if self._plan.state is not None:
+            self._plan.state.blank_lanes(where)
+
+
+def _undrawable(sampling: Sampling, values: Sequence[torch.Tensor]) -> str:
+    """What is wrong with the parameters of one frame."""
+    named = dict(zip(map(show_key, sampling.params), values, strict=True))
+    nan = [name for name, value in named.items() if value.is_floating_point() and bool(value.isnan().any())]
+    shown = ", ".join(f"{name} {value.tolist()}" for name, value in named.items())
+    what = f"{nan[0]} is NaN, and no action can be drawn from it" if nan else f"no action can be drawn from {shown}"
+    return f"{what}. Look at the policy's weights (a learning rate too high?) and at its observations."
+
+
+class ActionCheck:
+    """Holds the actions of a step against what the space allows.
+
+    Args:
+        codec: how actions are stored.
+    """
+
+    def __init__(self, codec: ActionCodec) -> None:
+        self._parts = list(zip(codec.leaves, codec.parts, strict=True))
+
+    def __call__(self, actions: Sequence[Array], lanes: Array | None = None) -> None:
+        """Checks actions, `[N, *shape]` a leaf.
+
+        Args:
+            actions: of all lanes.
+            lanes: bool `[N]`, which are looked at; None: all.
+
+        Raises:
+            PolicyError: NaN, or out of the range of a Discrete, MultiDiscrete or MultiBinary space; names the lane.
+        """
+        for values, (leaf, space) in zip(actions, self._parts, strict=True):
+            wrong = _wrong(values, space)
+            bad = np.zeros(len(values), bool) if wrong is None else wrong.reshape(len(values), -1).any(-1)
+            if lanes is not None:
+                bad &= lanes
+            if bad.any():
+                lane = int(bad.argmax())
+                raise PolicyError(f"lane {lane}: {show_key(leaf.key)} is {values[lane].tolist()}, not in {space}.")
+
+
+def _wrong(values: Array, space: spaces.Space[Any]) -> Any:
+    """Where an action is none of the space; None for spaces that hold every number."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and values.dtype.kind == "f":
+        return values != np.floor(values)
+    if isinstance(space, spaces.Discrete):
+        return (values < space.start) | (values >= space.start + space.n)
+    if isinstance(space, spaces.MultiDiscrete):
+        return (values < space.start) | (values >= space.start + space.nvec)
+    if isinstance(space, spaces.MultiBinary):
+        return (values != 0) & (values != 1)
+    return np.isnan(values) if values.dtype.kind == "f" else None
 
 
 class RandomActor:
@@ -177,7 +370,7 @@ class RandomActor:
                 array[start:stop] = drawn
             if len(self._times) < stop - start:
                 self._times = [(t,) for t in range(stop - start)]
-            self.observations = self._times
+            self.observations = self._times[: stop - start]
             self.call, self.write = self._rows.__getitem__, _written
 
     def check(self, outputs: Any) -> None:
@@ -229,7 +422,9 @@ class MixedActor:
     def write(self, t: int, outputs: tuple[Any, list[Array]]) -> Sequence[Array]:
         """Stores both in row t; what else the policy wrote is zero where the action is random."""
         chosen, drawn = outputs
-        rows = self._policy.write(t, chosen)
+        self._policy.prove(chosen)
+        rows = self._policy.store(t, chosen)
+        self._policy.check_actions(chosen, ~self._lanes)
         for row, value in zip(rows, drawn, strict=True):
             row[self._lanes] = value[self._lanes]
         self._policy.blank_extras(t, self._lanes)
@@ -245,25 +440,46 @@ def _rows(memory: RolloutMemory, leaf: Leaf, start: int, stop: int) -> Sequence[
     return tensor.narrow(time, start, stop - start).unbind(time)
 
 
-def _store(leaf: Leaf, example: Any) -> Callable[[Any, Any], None]:
-    """How an output of this kind gets into its row."""
+def _store(leaf: Leaf, shape: tuple[int, ...], example: Any) -> Callable[[Any, Any], None]:
+    """How an output of this kind gets into its row; one of another shape or dtype, which numpy would cast, does not."""
+    if example is None:  # the policy was not called at construction
+        return _store_any
     if not isinstance(example, torch.Tensor):
         return _store_array
-    if not (has_numpy(leaf.dtype) and has_numpy(example.dtype)) or example.device.type != "cpu":
+    if not (has_numpy(leaf.dtype) and has_numpy(example.dtype)):
         return _store_by_torch
-    return _store_detached if example.requires_grad else _store_tensor
+    dtype = example.dtype
+
+    def store_tensor(row: Array, value: torch.Tensor) -> None:
+        if value.shape != shape or value.dtype is not dtype:
+            raise TypeError(f"{leaf} expected, {value.shape} {value.dtype} came")
+        row[...] = value.numpy()
+
+    def store_detached(row: Array, value: torch.Tensor) -> None:
+        store_tensor(row, value.detach())
+
+    return store_detached if example.requires_grad else store_tensor
 
 
-def _store_tensor(row: Array, value: torch.Tensor) -> None:
-    row[...] = value.numpy()
-
-
-def _store_detached(row: Array, value: torch.Tensor) -> None:
-    row[...] = value.detach().numpy()
+def _is_plain(leaf: Leaf, example: Any) -> bool:
+    """Whether an output is a tensor that numpy can have as it is."""
+    return (
+        isinstance(example, torch.Tensor)
+        and has_numpy(leaf.dtype)
+        and has_numpy(example.dtype)
+        and not example.requires_grad
+    )
 
 
 def _store_array(row: Array, value: Any) -> None:
     row[...] = value
+
+
+def _store_any(row: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        _store_by_torch(row, value.detach())
+    else:
+        row[...] = value
 
 
 def _store_by_torch(row: Any, value: torch.Tensor) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 from tensordict.nn import set_interaction_type
-from torch import nn
-from torch.nn.parameter import is_lazy
 
+from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK
 from rlcollect.envs.lanes import Lanes, open_lanes
 from rlcollect.envs.make import EnvSource, lane_sources
@@ -21,19 +20,23 @@ from rlcollect.failures import relayed, warn
 from rlcollect.layout import Layout, Leaf
 from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
-from rlcollect.rollout.actors import PolicyActor, RandomActor
+from rlcollect.rollout.actors import ActionCheck, PolicyActor, RandomActor
 from rlcollect.rollout.engine import Engine
-from rlcollect.rollout.plan import Observed, Plan, plan_policy
+from rlcollect.rollout.policy.drafts import Observed, is_declared
+from rlcollect.rollout.policy.intake import (
+    Acting,
+    RandomPolicy,
+    UntouchedBuffers,
+    policy_wrapper,
+    transfer_to,
+    warm_calls,
+)
+from rlcollect.rollout.policy.plan import Plan, plan_policy
+from rlcollect.rollout.policy.probe import Calling
+from rlcollect.rollout.policy.stated import generators_of, looks_for_is_init
 from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
 
-__all__ = ["RandomPolicy", "build_engine", "make_lanes", "module_of", "whole_steps"]
-
-
-class RandomPolicy:
-    """Stands for random actions in the bounds of the action space, as `policy=None` does."""
-
-    def __repr__(self) -> str:
-        return "RandomPolicy()"
+__all__ = ["build_engine", "make_lanes", "whole_steps"]
 
 
 def make_lanes(create_env_fn: EnvSource | Sequence[EnvSource], what: What, where: Where, *, worker: int = 0) -> Lanes:
@@ -49,7 +52,7 @@ def make_lanes(create_env_fn: EnvSource | Sequence[EnvSource], what: What, where
 
 def build_engine(
     lanes: Lanes,
-    policy: Any,
+    acting: Acting,
     what: What,
     where: Where,
     how: How,
@@ -63,7 +66,7 @@ def build_engine(
 
     Args:
         lanes: made by `make_lanes`.
-        policy: what the user passed.
+        acting: the policy.
         what: limits and marks.
         where: devices.
         how: exploration, interruptor.
@@ -74,74 +77,68 @@ def build_engine(
     """
     num_lanes = lanes.num_lanes if batched else None
     plan = None
-    if not (policy is None or isinstance(policy, RandomPolicy)):
-        plan = _planned(policy, lanes, num_lanes, what, how, worker)
+    if not (acting.policy is None or isinstance(acting.policy, RandomPolicy)):
+        plan = _planned(acting, lanes, num_lanes, what, where, how, worker)
+        if plan.reads_is_init:
+            what = replace(what, record=(*what.record, "is_init"))
     layout = Layout(_leaves(lanes, plan, what))
-    on_cpu = where.storing_device if where.storing_device == torch.device("cpu") else None
+    on_cpu = where.placement.storing if where.placement.storing == CPU else None
     source = SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers, device=on_cpu)
     seed = torch.initial_seed()
     engine = Engine(
         lanes,
         SameSlot(source) if sink.return_same_td else source,
-        policy=None if plan is None else PolicyActor(plan, len(lanes.action_leaves), batched=batched),
+        policy=None
+        if plan is None
+        else PolicyActor(
+            plan,
+            len(lanes.action_leaves),
+            batched=batched,
+            check_actions=ActionCheck(lanes.action_codec) if how.check_actions else None,
+        ),
         random=_random_actor(
             lanes, action_generator(seed, worker), needed=plan is None or bool(what.init_random_frames)
         ),
         what=what,
         how=how,
-        stream=TorchStream(torch_seed(seed, worker)),
+        stream=TorchStream(torch_seed(seed, worker), acting.device),
         worker=worker,
     )
     return engine, plan
 
 
-def _planned(policy: Any, lanes: Lanes, num_lanes: int | None, what: What, how: How, worker: int) -> Plan:
+def _planned(
+    acting: Acting, lanes: Lanes, num_lanes: int | None, what: What, where: Where, how: How, worker: int
+) -> Plan:
     """The policy's plan; its probe leaves random states and module buffers as they were."""
     current = {key: torch.from_numpy(array.copy()) for key, array in lanes.current.items()}
     observation = current if num_lanes is not None else {key: tensor[0] for key, tensor in current.items()}
-    ours = _optional_names(what)
+    policy = acting.policy
+    marks_first = looks_for_is_init(policy) or ("is_init" in what.recorded and not is_declared(policy))
+    observed = Observed(observation, num_lanes, lanes.whole_key, marks_first=marks_first)
+    calling = Calling(
+        how.exploration_type,
+        ours=_optional_names(what),
+        initial=how.initial_policy_state,  # type: ignore[arg-type]
+        trusted=how.trust_policy,
+        twins=how.compile_policy is None,
+        wrap=policy_wrapper(how, acting.device),
+        warm_calls=warm_calls(how),
+        transfer=transfer_to(acting.device, where),
+    )
     try:
-        with untouched_randomness(), _UntouchedBuffers(policy), set_interaction_type(how.exploration_type):
-            return plan_policy(policy, Observed(observation, num_lanes, lanes.whole_key), lanes.action_codec, ours)
+        with (
+            untouched_randomness(generators_of(policy)),
+            UntouchedBuffers(policy) as buffers,
+            set_interaction_type(how.exploration_type),
+        ):
+            plan = plan_policy(policy, observed, lanes.action_codec, calling)
     except RlcollectError:
         raise
     except BaseException as error:
         raise relayed(error, worker=worker, lane=None, step=0)  # noqa: B904 - it has a cause of its own
-
-
-def module_of(policy: Any) -> nn.Module | None:
-    """The module whose weights a policy computes with: itself, or the one that it is a method of."""
-    owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
-
-
-class _UntouchedBuffers:
-    """Puts the buffers of a module back as they were."""
-
-    def __init__(self, policy: Any) -> None:
-        module = module_of(policy)
-        modules = () if module is None else module.modules()
-        self._saved = [
-            (module, name, buffer, None if buffer is None or is_lazy(buffer) else buffer.clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for module, name, buffer, before in self._saved:
-                if buffer is not None and before is not None and not _is_expanded(buffer):
-                    buffer.copy_(before)
-                if before is not None or buffer is None:
-                    module._buffers[name] = buffer
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several elements share one place in memory; such a tensor cannot be written to in place, by anyone."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    acting.leave_out(buffers.changed)
+    return plan
 
 
 def _random_actor(lanes: Lanes, generator: np.random.Generator, *, needed: bool) -> RandomActor:
@@ -180,6 +177,7 @@ def _leaves(lanes: Lanes, plan: Plan | None, what: What) -> list[Leaf]:
         marks.append(Leaf(("worker",), (), torch.int64))
     return [
         *lanes.leaves,
+        *([] if plan is None or plan.state is None else plan.state.leaves),
         *outputs,
         *flags,
         *first,

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import set_interaction_type
 
-from rlcollect.errors import OptionError
+from rlcollect.errors import OptionError, PolicyError
 from rlcollect.failures import relayed
 from rlcollect.interfaces import Actor, EnvDriver, Interruptor
 from rlcollect.layout import Key
@@ -123,8 +123,7 @@ class Engine:
                 made = self._run(steps)
             self._driver.finish(made)
             if self._policy is not None:
-                with self._located(made):
-                    self._policy.finish()
+                self._finish_policy(self._policy, made)
             self._fill(slot.arrays, made)
             self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
         except BaseException:
@@ -140,7 +139,7 @@ class Engine:
         self._driver.bind(slot.arrays)
         warmup = int(self.warmup_left.max())
         if self._policy is not None:
-            self._policy.bind(slot)
+            self._policy.bind(slot, self.episodes.ages.copy(), self._driver.ends, warming=warmup > 0)
             if warmup:
                 self._policy.blank(slot)
         if self._policy is None or warmup:
@@ -148,6 +147,14 @@ class Engine:
         self._seen_ends = 0
         self._ended_at_limit = []
         self._window = (0, 0)
+
+    def _finish_policy(self, policy: PolicyActor, made: int) -> None:
+        with self._located(made):
+            policy.finish(made)
+        if (wrong := policy.first_invalid(self.warmup_left, made)) is not None:
+            t, text = wrong
+            with self._located(t):
+                raise PolicyError(text)
 
     def _open_window(self, start: int, stop: int) -> None:
         """Has views made for the steps that follow: not for a whole long rollout at once, which would cost memory."""
@@ -202,6 +209,7 @@ class Engine:
         random_in_all, random_in_some = int(self.warmup_left.min()), int(self.warmup_left.max())
         if t < random_in_all:
             return self._random, min(stop, random_in_all)
+        self._policy.enter(t)
         if t < random_in_some:
             assert self._mixed is not None
             return self._mixed, min(stop, random_in_some)
@@ -326,7 +334,7 @@ class Engine:
         else:
             self._seeds = {lane: lane_seed(seed, self._worker, 0 if static else lane) for lane in lanes}
         self._due = set(lanes)
-        self.stream = TorchStream(torch_seed(seed, self._worker))
+        self.stream = TorchStream(torch_seed(seed, self._worker), self.stream.device)
         self._random.reseed(action_generator(seed, self._worker))
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,7 +342,7 @@ class Engine:
         return {
             "env_state_dict": self._driver.state_dict(),
             "episodes": self.episodes.state_dict(),
-            "random": {"torch": self.stream.state.clone(), "actions": self._random.sampler.state_dict()},
+            "random": {**self.stream.state_dict(), "actions": self._random.sampler.state_dict()},
             "seeds": dict(self._seeds),
             "policy_version": self.policy_version,
             "steps": self.steps,
@@ -358,7 +366,7 @@ class Engine:
         """Goes on where `state_dict` was taken, with new episodes: a CUT, at the next rollout."""
         self._driver.load_state_dict(state["env_state_dict"])
         self.episodes.load_state_dict(state["episodes"])
-        self.stream.state = state["random"]["torch"].clone()
+        self.stream.load_state_dict(state["random"])
         self._random.sampler.load_state_dict(state["random"]["actions"])
         self._seeds = dict(state["seeds"])
         self.policy_version = state["policy_version"]

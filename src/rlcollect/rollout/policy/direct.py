@@ -46,10 +46,12 @@ class DirectCall:
 
     Args:
         module: an `nn.Module`, or any callable, which is then called as it is.
+        twins: False: a module is called as it is, too (a compiler knows better what to leave out).
     """
 
-    def __init__(self, module: Callable[..., Any]) -> None:
+    def __init__(self, module: Callable[..., Any], *, twins: bool = True) -> None:
         self._module = module
+        self._twins = twins
         self._watched: list[tuple[nn.Module, bool, tuple[Any, ...]]] = []
         self.is_direct = False
         self.call: Callable[..., Any] = module
@@ -58,7 +60,7 @@ class DirectCall:
     def _build(self) -> None:
         self._watched = []
         self.call, self.is_direct = self._module, False
-        if isinstance(self._module, nn.Module):
+        if self._twins and isinstance(self._module, nn.Module):
             twin = self._twin(self._module, {})
             self.is_direct = twin is not self._module
             self.call = twin.forward if self.is_direct else self._module

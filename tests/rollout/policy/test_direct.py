@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from rlcollect.rollout.direct import DirectCall
+from rlcollect.rollout.policy.direct import DirectCall
 
 T = TypeVar("T")
 
