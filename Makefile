@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+INTEROP := $(VENV)/.interop
+
+.PHONY: demo test interop slow lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,13 +19,23 @@ demo: $(READY)
 	$(BIN)/rlcollect collect CartPole-v1 --frames 200000 --num-envs 16 --policy random --seed 0 --out runs/cartpole --overwrite
 
 lint: $(READY)
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 test: lint
 	$(BIN)/pytest
+
+$(INTEROP): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[interop]'
+	touch $(INTEROP)
+
+interop: $(INTEROP)
+	$(BIN)/pytest tests/interop
+
+slow: $(READY)
+	$(BIN)/pytest -m slow
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
