@@ -10,14 +10,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [
-    pytest.param(code, id=f"{page.name}-{i}")
+    pytest.param(code, kind, id=f"{page.name}-{i}")
     for page in PAGES
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    for i, (kind, code) in enumerate(re.findall(r"```python( interop)?\n(.*?)```", page.read_text(), re.S))
 ]
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl")
+@pytest.mark.parametrize(("code", "kind"), EXAMPLES)
+def test_examples_run(code: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind:
+        pytest.importorskip("torchrl", reason="an example with TorchRL, which the extra `interop` installs")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "example", "exec"), {"__name__": "__main__"})
 
