@@ -10,21 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 
 from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK
 from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
-from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
 from rlcollect.layout import Arrays, Key, Leaf, has_numpy, show_key
-from rlcollect.rollout.policy.distributions import Sampling
+from rlcollect.rollout.checks import ActionCheck, first_undrawable
 from rlcollect.rollout.policy.outputs import kind_of
 from rlcollect.rollout.policy.plan import Plan
 from rlcollect.rollout.policy.probe import version_of
 
-__all__ = ["ActionCheck", "MixedActor", "PolicyActor", "RandomActor"]
+__all__ = ["MixedActor", "PolicyActor", "RandomActor"]
 
 Array = np.ndarray[Any, Any]
 
@@ -132,26 +130,9 @@ class PolicyActor:
             starts: int64 `[N]`, the first step of each lane in which the policy acted.
             made: steps of the rollout.
         """
-        found = [wrong for each in self._plan.samplings if (wrong := self._invalid(each, starts, made)) is not None]
-        return min(found, default=None)
-
-    def _invalid(self, sampling: Sampling, starts: Array, made: int) -> tuple[int, str] | None:
         assert self._memory is not None
-        assert sampling.is_valid is not None
-        tensors = [self._memory.tensors[key] for key in sampling.params]
-        frames = [tensor[:, :made] if self._batched else tensor.unsqueeze(0)[:, :made] for tensor in tensors]
-        if starts.any():  # zeros stand where chance acted
-            pieces = [[frame[lane, start:] for frame in frames] for lane, start in enumerate(starts.tolist())]
-        else:
-            pieces = [frames]
-        if all(sampling.is_valid(*piece) for piece in pieces):
-            return None
-        for t in range(int(starts.min()), made):
-            for lane in np.flatnonzero(starts <= t).tolist():
-                values = [frame[lane, t] for frame in frames]
-                if not sampling.is_valid(*values):
-                    return t, f"lane {lane}: {_undrawable(sampling, values)}"
-        return None
+        tensors = self._memory.tensors
+        return first_undrawable(self._plan.samplings, tensors, starts, made, batched=self._batched)
 
     def release(self) -> None:
         """Lets the memory go."""
@@ -265,58 +246,6 @@ class PolicyActor:
                 row[where] = 0 if first is None else first[where].to(CPU)
         if self._plan.state is not None:
             self._plan.state.blank_lanes(where)
-
-
-def _undrawable(sampling: Sampling, values: Sequence[torch.Tensor]) -> str:
-    """What is wrong with the parameters of one frame."""
-    named = dict(zip(map(show_key, sampling.params), values, strict=True))
-    nan = [name for name, value in named.items() if value.is_floating_point() and bool(value.isnan().any())]
-    shown = ", ".join(f"{name} {value.tolist()}" for name, value in named.items())
-    what = f"{nan[0]} is NaN, and no action can be drawn from it" if nan else f"no action can be drawn from {shown}"
-    return f"{what}. Look at the policy's weights (a learning rate too high?) and at its observations."
-
-
-class ActionCheck:
-    """Holds the actions of a step against what the space allows.
-
-    Args:
-        codec: how actions are stored.
-    """
-
-    def __init__(self, codec: ActionCodec) -> None:
-        self._parts = list(zip(codec.leaves, codec.parts, strict=True))
-
-    def __call__(self, actions: Sequence[Array], lanes: Array | None = None) -> None:
-        """Checks actions, `[N, *shape]` a leaf.
-
-        Args:
-            actions: of all lanes.
-            lanes: bool `[N]`, which are looked at; None: all.
-
-        Raises:
-            PolicyError: NaN, or out of the range of a Discrete, MultiDiscrete or MultiBinary space; names the lane.
-        """
-        for values, (leaf, space) in zip(actions, self._parts, strict=True):
-            wrong = _wrong(values, space)
-            bad = np.zeros(len(values), bool) if wrong is None else wrong.reshape(len(values), -1).any(-1)
-            if lanes is not None:
-                bad &= lanes
-            if bad.any():
-                lane = int(bad.argmax())
-                raise PolicyError(f"lane {lane}: {show_key(leaf.key)} is {values[lane].tolist()}, not in {space}.")
-
-
-def _wrong(values: Array, space: spaces.Space[Any]) -> Any:
-    """Where an action is none of the space; None for spaces that hold every number."""
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and values.dtype.kind == "f":
-        return values != np.floor(values)
-    if isinstance(space, spaces.Discrete):
-        return (values < space.start) | (values >= space.start + space.n)
-    if isinstance(space, spaces.MultiDiscrete):
-        return (values < space.start) | (values >= space.start + space.nvec)
-    if isinstance(space, spaces.MultiBinary):
-        return (values != 0) & (values != 1)
-    return np.isnan(values) if values.dtype.kind == "f" else None
 
 
 class RandomActor:

@@ -20,7 +20,8 @@ from rlcollect.failures import relayed, warn
 from rlcollect.layout import Layout, Leaf
 from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
-from rlcollect.rollout.actors import ActionCheck, PolicyActor, RandomActor
+from rlcollect.rollout.actors import PolicyActor, RandomActor
+from rlcollect.rollout.checks import ActionCheck
 from rlcollect.rollout.engine import Engine
 from rlcollect.rollout.policy.drafts import Observed, is_declared
 from rlcollect.rollout.policy.intake import (
