@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,15 @@ def compare(case: str, arms: Mapping[str, Iterator[int]], rounds: int = 7, secon
         max(ratios),
         {name: statistics.median(values) for name, values in rates.items()},
     )
+
+
+def run(about: str | None, cases: Mapping[str, Callable[[], Mapping[str, Iterator[int]]]]) -> None:
+    """What these programs do: the cases named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(cases)}; all when none is named")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.cases or cases:
+        print(compare(name, cases[name](), options.rounds, options.seconds), flush=True)

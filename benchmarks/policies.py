@@ -8,14 +8,13 @@ The hand loop computes the same things with plain torch (`torch.distributions`, 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from harness import compare
+from harness import run
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -155,16 +154,5 @@ def lstm() -> dict[str, Iterator[int]]:
 CASES = {"actor-critic": actor_critic, "gaussian": gaussian, "lstm": lstm}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all when none is named")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.7)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.cases or CASES:
-        print(compare(name, CASES[name](), options.rounds, options.seconds), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, CASES)

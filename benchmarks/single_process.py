@@ -8,7 +8,6 @@ The hand loop steps and acts, and records nothing: 1.0 means that recording cost
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from harness import compare
+from harness import run
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -127,16 +126,5 @@ CASES = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all when none is named")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.7)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.cases or CASES:
-        print(compare(name, case(name), options.rounds, options.seconds), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, {name: partial(case, name) for name in CASES})

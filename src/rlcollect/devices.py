@@ -30,13 +30,8 @@ def device_of(name: str, value: DeviceLike) -> torch.device:
     """
     try:
         return torch.empty(0, device=value).device
-    except (
-        AssertionError,
-        ImportError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # each for another kind of wrong
+    # each for another kind of wrong
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"{name}={value!r} is no device that torch has here: {error}") from error
 
 

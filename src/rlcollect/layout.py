@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -23,9 +23,12 @@ __all__ = [
     "Key",
     "Layout",
     "Leaf",
+    "as_key",
     "has_numpy",
+    "is_private",
     "nested",
     "numpy_dtype",
+    "overlap",
     "show_key",
     "tensordict_leaves",
     "torch_dtype",
@@ -55,6 +58,22 @@ def tensordict_leaves(data: TensorDictBase, above: Key = ()) -> Iterator[tuple[K
             yield from tensordict_leaves(value, (*above, name))
         else:
             yield (*above, name), value
+
+
+def as_key(key: str | Sequence[str]) -> Key:
+    """A key as the user or tensordict writes it, as a tuple."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def is_private(key: Key) -> bool:
+    """Whether a key has a part with a leading underscore: what stands there is not in batches."""
+    return any(part.startswith("_") for part in key)
+
+
+def overlap(one: Key, other: Key) -> bool:
+    """Whether two keys are the same, or one would lie below the other."""
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
 
 
 def show_key(key: Key) -> str:

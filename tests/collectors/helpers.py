@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -81,3 +83,18 @@ class Restless(Probe):
 
     def _observe(self) -> Any:
         return torch.tensor([self.start + self.t], dtype=torch.float32).numpy()
+
+
+def interrupt_at_call(number):
+    """Ctrl-C is typed as the so-manieth call of a Python function from now on begins; returns where that was."""
+    places = []
+
+    def look(frame, event, _):
+        if event == "call":
+            places.append(f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}")
+            if len(places) == number:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    return places

@@ -409,24 +409,29 @@ def actions(batch):
     return batch["action"].unique().tolist()
 
 
+def seen_around_a_step(**options):
+    """Actions before an optimiser's step, which adds 1, after it, and after an update, whose version is checked."""
+    policy = Echo()
+    optimiser = torch.optim.SGD(policy.parameters(), lr=1.0)
+    with collecting(policy, action_space=CONTINUOUS, **options) as (collector, _):
+        first = collector.next()
+        policy.parameter.sum().neg().backward()
+        optimiser.step()
+        second = collector.next()
+        assert collector.update_policy_weights_() == 1
+        third = collector.next()
+    versions = [batch["collector", "policy_version"].unique().tolist() for batch in (first, second, third)]
+    assert versions == [[0], [0], [1]]
+    return [actions(batch) for batch in (first, second, third)]
+
+
 class TestTheSameDevice:
     """The policy that acts is the user's own module."""
 
     @pytest.mark.parametrize("options", [{}, {"policy_device": "cpu"}, {"device": "cpu:0"}], ids=str)
     def test_an_optimiser_step_is_seen_at_once(self, options):
         """`update_policy_weights_()` only counts: the rows that follow carry the new version."""
-        policy = Echo()
-        optimiser = torch.optim.SGD(policy.parameters(), lr=1.0)
-        with collecting(policy, action_space=CONTINUOUS, **options) as (collector, _):
-            first = collector.next()
-            policy.parameter.sum().neg().backward()
-            optimiser.step()  # adds 1
-            second = collector.next()
-            assert collector.update_policy_weights_() == 1
-            third = collector.next()
-        assert [actions(batch) for batch in (first, second, third)] == [[0.0], [1.0], [1.0]]
-        versions = [batch["collector", "policy_version"].unique().tolist() for batch in (first, second, third)]
-        assert versions == [[0], [0], [1]]
+        assert seen_around_a_step(**options) == [[0.0], [1.0], [1.0]]
 
     def test_nothing_is_copied(self):
         policy = Echo()
@@ -442,18 +447,7 @@ class TestAnotherDevice:
     """The policy that acts is a copy, which an update brings up to date."""
 
     def test_an_optimiser_step_is_seen_after_an_update(self):
-        policy = Echo()
-        optimiser = torch.optim.SGD(policy.parameters(), lr=1.0)
-        with collecting(policy, action_space=CONTINUOUS) as (collector, _):
-            first = collector.next()
-            policy.parameter.sum().neg().backward()
-            optimiser.step()  # adds 1
-            second = collector.next()
-            assert collector.update_policy_weights_() == 1
-            third = collector.next()
-        assert [actions(batch) for batch in (first, second, third)] == [[0.0], [0.0], [1.0]]
-        versions = [batch["collector", "policy_version"].unique().tolist() for batch in (first, second, third)]
-        assert versions == [[0], [0], [1]]
+        assert seen_around_a_step() == [[0.0], [0.0], [1.0]]
 
     @single_and_lanes
     @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tensordict.nn.probabilistic import interaction_type, set_interaction_type
 
 from rlcollect import ClosedError, Collector, EnvError, InvalidBatchError, OptionError, PolicyError, WorkerError
 from rlcollect.testing import Breaker, Counter, Tagged, UnpicklableError, check_batch
-from tests.collectors.helpers import checked, counters, ids, joined
+from tests.collectors.helpers import checked, counters, ids, interrupt_at_call, joined
 
 MISREAD = [StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt]
 
@@ -567,21 +567,6 @@ class TestCtrlC:
             with pytest.raises(KeyboardInterrupt):
                 collector.next()
             check_batch(collector.next())
-
-
-def interrupt_at_call(number):
-    """Ctrl-C is typed as the so-manieth call of a Python function from now on begins; returns where that was."""
-    places = []
-
-    def look(frame, event, _):
-        if event == "call":
-            places.append(f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}")
-            if len(places) == number:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    return places
 
 
 class TestCtrlCAnywhere:

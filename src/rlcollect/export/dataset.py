@@ -165,10 +165,9 @@ def _reason(error: OSError) -> str:
 def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
     """The frames of a dataset, lanes first and mapped, not read: `[N, T]`, or `[T]` for a single lane.
 
-    Works on a closed dataset, on one whose writer was killed, and on one that another process is writing (the frames
-    at that moment). The tensors are views of the files: what is written to them is written to the dataset, as after
-    `TensorDict.load_memmap`, which gives the same frames time first, `[T, N]` (and may raise in the very moment in
-    which another process commits a batch, where this function does not).
+    Works on a closed dataset, on one whose writer was killed, and on one that another process is writing: the frames at
+    that moment. The tensors are views of the files: what is written to them is written to the dataset, as after
+    `TensorDict.load_memmap`, which gives the same frames time first, `[T, N]`, and may raise while one is committed.
 
     Args:
         path: the folder that a `DatasetWriter` wrote.

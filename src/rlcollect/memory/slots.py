@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy, nested
+from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy, is_private, nested
 
 __all__ = ["Block", "BlockPool", "SameSlot", "Slot", "SlotSource"]
 
@@ -103,7 +103,7 @@ class Slot:
         if made != first.shape[time]:
             tensors = {key: tensor.narrow(time, 0, made) for key, tensor in tensors.items()}
         batch_size = [*first.shape[:time], made]
-        kept = nested((key, tensor) for key, tensor in tensors.items() if not any(p.startswith("_") for p in key))
+        kept = nested((key, tensor) for key, tensor in tensors.items() if not is_private(key))
         return TensorDict(kept, batch_size=batch_size, names=[*[None] * time, "time"], device=self._device)
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from rlcollect import Collector, OptionError, PolicyError
 from rlcollect.testing import check_batch
+from tests.collectors.helpers import interrupt_at_call
 from tests.reference import Scripted
 from tests.rollout.helpers import BOX, DISCRETE, LANES, SCRIPT, bits, collect, collecting, leaf_keys, maker, received
 
@@ -1493,21 +1494,6 @@ class TestFailures:
             with pytest.raises(Exception, match="no more"):
                 collector.next()
             assert collector.closed
-
-
-def interrupt_at_call(number):
-    """Ctrl-C is typed as the so-manieth call of a Python function from now on begins; returns where that was."""
-    places = []
-
-    def look(frame, event, _):
-        if event == "call":
-            places.append(frame.f_code.co_qualname)
-            if len(places) == number:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    return places
 
 
 class TestCtrlCAnywhere:

@@ -16,20 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlcollect.devices import CPU
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Key, Leaf, has_numpy, show_key
+from rlcollect.layout import Key, Leaf, has_numpy, is_private, show_key
 
-__all__ = ["IS_INIT", "Carried", "PolicyState", "is_private"]
+__all__ = ["IS_INIT", "Carried", "PolicyState"]
 
 Array = np.ndarray[Any, Any]
 IS_INIT: Key = ("is_init",)
 FEW = 8  # lanes that are quicker one by one than by a list of their numbers
-
-
-def is_private(key: Key) -> bool:
-    """Whether a key is the policy's own: a name with a leading underscore is not in batches."""
-    return any(part.startswith("_") for part in key)
 
 
 @dataclass(frozen=True)
@@ -217,8 +213,8 @@ class PolicyState:
             if not part.is_recorded:
                 continue
             now, after = _whole(memory, part.key, self._batched), _whole(memory, part.source, self._batched)
-            initial = self._initial[place].to("cpu")
-            now[:, 0] = _alike(self._start[place].to("cpu"), now)
+            initial = self._initial[place].to(CPU)
+            now[:, 0] = _alike(self._start[place].to(CPU), now)
             now[:, 1:made] = after[:, : made - 1]
             if begun:
                 now[lanes, times] = _alike(initial[0], now)

@@ -25,7 +25,7 @@ from tensordict.nn import CompositeDistribution, InteractionType, ProbabilisticT
 from torch import distributions as D
 from torch.nn import functional as F
 
-from rlcollect.layout import Key
+from rlcollect.layout import Key, as_key, is_private
 
 __all__ = ["Sampling", "distribution_call"]
 
@@ -66,7 +66,7 @@ def distribution_call(
     """
     kind, kwargs = module.distribution_class, module.distribution_kwargs
     names = [key[-1] if isinstance(key, tuple) else key for key in module.dist_keys]
-    params = tuple((key,) if isinstance(key, str) else tuple(key) for key in module.in_keys)
+    params = tuple(map(as_key, module.in_keys))
     if module._generator is not None or module._generator_key is not None or module.num_samples is not None:
         return "it has a generator or num_samples of its own"
     if isinstance(kind, type) and issubclass(kind, CompositeDistribution):
@@ -74,7 +74,7 @@ def distribution_call(
     if not _is_dict(kwargs):
         return "its distribution_kwargs are no dict"
     atomic = atomic and exploration is InteractionType.RANDOM
-    recorded = is_recorded and not any(part.startswith("_") for key in params for part in key)
+    recorded = is_recorded and not any(map(is_private, params))
     unwanted = kwargs.get("validate_args") is False
     if not _is_torchs(kind):
         built = _built(module, kind, names, kwargs, exploration, atomic=atomic)

@@ -12,6 +12,7 @@ This module knows no environment, only leaves and spaces.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,10 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, nested, show_key
+from rlcollect.layout import Key, as_key, nested, show_key
 from rlcollect.rollout.policy.carried import IS_INIT
 from rlcollect.rollout.policy.direct import DirectCall
-from rlcollect.rollout.policy.program import Program, as_key
+from rlcollect.rollout.policy.program import Program
 from rlcollect.rollout.policy.signature import Parameter, taken_parameters
 
 __all__ = ["Draft", "Observed", "Whole", "draft_policy", "is_declared"]
@@ -229,10 +230,12 @@ class _Argument:
     def is_tensor(self) -> bool:
         return len(self.keys) == 1 and len(self.keys[0]) == self.skip
 
-    def value(self, observed: Observed, tensors: Mapping[Key, Any]) -> Any:
+    def taker(self, observed: Observed, keys: Sequence[Key]) -> Callable[[Sequence[Any]], Any]:
+        """From the tensors of `keys`, in their order, to the argument."""
+        places = [keys.index(key) for key in self.keys]
         if self.is_tensor:
-            return tensors[self.keys[0]]
-        return observed.tensordict(self.keys, [tensors[key] for key in self.keys], skip=self.skip)
+            return operator.itemgetter(places[0])
+        return lambda tensors: observed.tensordict(self.keys, [tensors[place] for place in places], skip=self.skip)
 
 
 def _draft_callable(policy: Any, observed: Observed, *, twins: bool) -> Draft:
@@ -285,19 +288,21 @@ def _draft_arguments(
 
     def assemble() -> Call:
         call = direct.call
-        by_place = [argument for argument in arguments if argument.name is None]
-        by_name = [argument for argument in arguments if argument.name is not None]
+        by_place = [a.taker(observed, keys) for a in arguments if a.name is None]
+        by_name = [(a.name, a.taker(observed, keys)) for a in arguments if a.name is not None]
         if in_place and not by_name:
             return call
 
         def arranged(*tensors: Any) -> Any:
-            values = dict(zip(keys, tensors, strict=True))
-            return call(
-                *[argument.value(observed, values) for argument in by_place],
-                **{str(a.name): a.value(observed, values) for a in by_name if values[a.keys[0]] is not None},
-            )
+            named = {name: take(tensors) for name, take in by_name}
+            return call(*[take(tensors) for take in by_place], **named)
 
-        return arranged
+        def arranged_at_first(*tensors: Any) -> Any:
+            """Without the state that is not known yet."""
+            named = {name: value for name, take in by_name if (value := take(tensors)) is not None}
+            return call(*[take(tensors) for take in by_place], **named)
+
+        return arranged if all(value is not None for value in observed.state.values()) else arranged_at_first
 
     if plain:
         shown = [argument.keys[0][-1] for argument in arguments]

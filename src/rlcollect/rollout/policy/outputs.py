@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from rlcollect.devices import CPU
 from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, Leaf, show_key, tensordict_leaves
+from rlcollect.layout import Key, Leaf, overlap, show_key, tensordict_leaves
 
 __all__ = ["Take", "checked_leaves", "kind_of", "outputs_by_key", "take_by_keys"]
 
@@ -270,8 +270,7 @@ def _check_names(keys: Sequence[Key], observed: Sequence[Key], state: Sequence[K
             raise PolicyError(f"The policy writes {show_key(key)}, which is a name of ours. Give it another.")
         below_next = [("next", *other) for other in observed]
         for other in (*(below_next if after else (*observed, *state)), *keys[:place]):
-            shorter = min(len(key), len(other))
-            if key[:shorter] == other[:shorter]:
+            if overlap(key, other):
                 raise PolicyError(
                     f"The policy writes {show_key(key)}, and {show_key(other)} stands there too: one would lie below "
                     "the other. Give it another name."

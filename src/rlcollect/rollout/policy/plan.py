@@ -17,8 +17,8 @@ from tensordict.nn import set_interaction_type
 from rlcollect.devices import CPU
 from rlcollect.envs.spaces import ALWAYS_OURS, ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, show_key
-from rlcollect.rollout.policy.carried import IS_INIT, PolicyState, is_private
+from rlcollect.layout import Key, is_private, show_key
+from rlcollect.rollout.policy.carried import IS_INIT, PolicyState
 from rlcollect.rollout.policy.distributions import Sampling
 from rlcollect.rollout.policy.drafts import Observed
 from rlcollect.rollout.policy.intake import UntouchedBuffers

@@ -13,8 +13,8 @@ from tensordict.nn import InteractionType
 from rlcollect.devices import Transfer
 from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, show_key
-from rlcollect.rollout.policy.carried import IS_INIT, is_private
+from rlcollect.layout import Key, is_private, show_key
+from rlcollect.rollout.policy.carried import IS_INIT
 from rlcollect.rollout.policy.drafts import Draft, Observed, Whole, draft_policy, is_declared
 from rlcollect.rollout.policy.outputs import Take, outputs_by_key, take_by_keys
 from rlcollect.rollout.policy.stated import stated_outputs

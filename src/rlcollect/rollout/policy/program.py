@@ -24,22 +24,17 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from rlcollect.layout import Key, nested, tensordict_leaves
+from rlcollect.layout import Key, as_key, nested, tensordict_leaves
 from rlcollect.rollout.policy.direct import DirectCall, is_hooked
 from rlcollect.rollout.policy.distributions import Sampling, distribution_call
 from rlcollect.rollout.policy.torchrl_parts import is_safe_probabilistic, stand_in_call
 
-__all__ = ["UNUSED", "Program", "as_key"]
+__all__ = ["UNUSED", "Program"]
 
 MODULE_METHODS = ("__call__", "forward", "_call_module", "_write_to_tensordict")
 SEQUENCE_METHODS = ("__call__", "forward", "_run_module")
 PROBABILISTIC_METHODS = ("__call__", "get_dist", "_dist_sample", "log_prob", "_resolve_generator")
 UNUSED: Key = ("_",)  # tensordict's word for an output that nobody wants
-
-
-def as_key(key: Any) -> Key:
-    """A key of tensordict as a tuple."""
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from rlcollect.errors import PolicyError
+from rlcollect.layout import as_key
 
 __all__ = ["RecurrentModule"]
 
@@ -61,7 +62,7 @@ class RecurrentModule(TensorDictModule):  # type: ignore[misc]
                 f"another; {state_keys!r} came."
             )
         step = _LayerStep(rnn) if isinstance(rnn, LAYERS) else _CellStep(rnn)
-        after = [("next", *((key,) if isinstance(key, str) else key)) for key in keys]
+        after = [("next", *as_key(key)) for key in keys]
         super().__init__(step, in_keys=[in_key, *keys], out_keys=[out_key, *after])
 
     def unroll(

@@ -13,11 +13,11 @@ from tensordict.nn import InteractionType
 from rlcollect.envs.spaces import ALWAYS_OURS
 from rlcollect.errors import PolicyError
 from rlcollect.failures import warn
-from rlcollect.layout import Key, show_key
-from rlcollect.rollout.policy.carried import Carried, is_private
+from rlcollect.layout import Key, as_key, is_private, overlap, show_key
+from rlcollect.rollout.policy.carried import Carried
 from rlcollect.rollout.policy.drafts import Observed, is_declared
 from rlcollect.rollout.policy.probe import LANES_FIRST, Calling, Probe
-from rlcollect.rollout.policy.program import UNUSED, Program, as_key
+from rlcollect.rollout.policy.program import UNUSED, Program
 from rlcollect.rollout.policy.signature import parameter_names
 from rlcollect.rollout.policy.stated import modules_of, stated_initial
 from rlcollect.rollout.policy.torchrl_parts import kept_elsewhere
@@ -34,7 +34,7 @@ def declared_state(policy: Any, observed: Observed, calling: Calling) -> tuple[O
     for key in initial:
         if key[0] in (*ALWAYS_OURS, *calling.ours, "info"):
             raise PolicyError(f"initial_policy_state has {show_key(key)}, which is a name of ours. Give it another.")
-        if clash := next((own for own in observed.tensors if _overlap(own, key)), None):
+        if clash := next((own for own in observed.tensors if overlap(own, key)), None):
             below = "" if clash == key else f" (there is {show_key(clash)})"
             raise PolicyError(
                 f"initial_policy_state has {show_key(key)}, which is part of the observation{below}. State needs a "
@@ -69,12 +69,6 @@ def _private_memory(
     program = Program(policy, exploration, observed.lead, [], twins=False)
     looks = private if program.refusal is not None else program.unknown_writes  # those that a part may look for
     return [key for key in private if key in reads or key in looks]
-
-
-def _overlap(one: Key, other: Key) -> bool:
-    """Whether two keys are the same, or one would lie below the other."""
-    shorter = min(len(one), len(other))
-    return one[:shorter] == other[:shorter]
 
 
 def with_state(observed: Observed, carried: Sequence[Carried]) -> Observed:

@@ -15,9 +15,9 @@ from torch import nn
 
 from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, show_key
+from rlcollect.layout import Key, as_key, show_key
 from rlcollect.rollout.policy.intake import module_of
-from rlcollect.rollout.policy.program import UNUSED, as_key
+from rlcollect.rollout.policy.program import UNUSED
 
 __all__ = ["generators_of", "looks_for_is_init", "modules_of", "stated_initial", "stated_outputs"]
 
