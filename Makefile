@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/pytest
 
 $(INTEROP): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[interop]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[interop,envpool]'
 	touch $(INTEROP)
 
 interop: $(INTEROP)

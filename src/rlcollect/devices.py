@@ -1,8 +1,8 @@
 """Where things are: devices resolved once, and what moves tensors between the host and a policy's device.
 
-Environments of Gymnasium make their frames on the host, and so lies the memory of a rollout there. A policy on another
-device is called through a `Transfer`: what it is shown goes there, what it wrote comes back, and the step loop knows
-nothing of it. What the package does with CUDA is in `CudaCopies`, in `rollout.seeding` (the random state) and in
+The memory of a rollout lies where environments make their frames: on the host, or on a simulator's device. A policy on
+another device is called through a `Transfer`: what it is shown goes there, what it wrote comes back, and the step loop
+knows nothing of it. What the package does with CUDA is in `CudaCopies`, in `rollout.seeding` (the random state) and in
 `rollout.policy.intake` (graphs).
 """
 
@@ -41,11 +41,13 @@ class Placement:
 
     Attributes:
         policy: where the policy is to compute; None: where it is.
-        storing: where batches are delivered; None: where they are made, the host.
+        storing: where batches are delivered; None: where they are made.
+        env: where environments are said to make their frames; None: wherever they do.
     """
 
     policy: torch.device | None
     storing: torch.device | None
+    env: torch.device | None = None
 
 
 def resolve(
@@ -54,19 +56,11 @@ def resolve(
     env_device: Any = None,
     storing_device: Any = None,
 ) -> Placement:
-    """`device` stands for each of the others that is not given. All are as `device_of` gives them, or None.
+    """`device` stands for the policy's and the batches' where these are not given: environments are where they are.
 
-    Environments of Gymnasium stay on the host with `device=` alone, which is said for the policy and the batches.
-
-    Raises:
-        OptionError: the environments are asked to be somewhere else than on the host.
+    All are as `device_of` gives them, or None.
     """
-    if env_device is not None and env_device != CPU:
-        raise OptionError(
-            f"env_device={str(env_device)!r}: environments of Gymnasium make their frames on the CPU. Leave it out; "
-            "policy_device= says where the policy computes, storing_device= where batches are delivered."
-        )
-    return Placement(policy_device or device, storing_device or device)
+    return Placement(policy_device or device, storing_device or device, env_device)
 
 
 class Copies(Protocol):
@@ -83,10 +77,16 @@ class Copies(Protocol):
 
 
 class PlainCopies:
-    """Copies that are done when they return: for any device, and for CUDA with `no_cuda_sync`."""
+    """Copies that are done when they return: for any device, and for CUDA with `no_cuda_sync`.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the policy's.
+        home: the environments'.
+    """
+
+    def __init__(self, device: torch.device, home: torch.device = CPU) -> None:
         self._device = device
+        self._home = home
 
     def to_device(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `Copies`."""
@@ -94,7 +94,7 @@ class PlainCopies:
 
     def to_host(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """See `Copies`."""
-        return tuple([value.to(CPU) if isinstance(value, torch.Tensor) else value for value in outputs])
+        return tuple([value.to(self._home) if isinstance(value, torch.Tensor) else value for value in outputs])
 
 
 class CudaCopies:
@@ -148,11 +148,12 @@ def _pinned_as(tensors: tuple[torch.Tensor, ...], pinned: list[torch.Tensor]) ->
     return [torch.empty(shape, dtype=dtype, pin_memory=True) for shape, dtype in forms]
 
 
-def copies_for(device: torch.device, *, no_cuda_sync: bool) -> Copies | None:
-    """What moves tensors to a device and back; None for the host itself."""
-    if device == CPU:
+def copies_for(device: torch.device, *, no_cuda_sync: bool, home: torch.device = CPU) -> Copies | None:
+    """What moves tensors from where the environments are to a device and back; None where that is the same."""
+    if device == home:
         return None
-    return CudaCopies(device) if device.type == "cuda" and not no_cuda_sync else PlainCopies(device)
+    pinned = device.type == "cuda" and home == CPU and not no_cuda_sync
+    return CudaCopies(device) if pinned else PlainCopies(device, home)
 
 
 class Transfer:
@@ -166,6 +167,11 @@ class Transfer:
     def __init__(self, device: torch.device = CPU, copies: Copies | None = None) -> None:
         self.device = device
         self._copies = copies
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything is moved."""
+        return self._copies is not None
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """One tensor on the device."""

@@ -40,8 +40,8 @@ def relayed(error: BaseException, *, worker: int, lane: int | None, step: int) -
     if isinstance(error, RlcollectError) or is_interrupt(error):
         return error
     if isinstance(error, MISFITS) and _raised_in_our_code(error):
-        kind = PolicyError if lane is None else EnvError
-        whose = "policy" if lane is None else "environment"
+        by_env = lane is not None or _module_of(error).startswith("rlcollect.envs.")
+        kind, whose = (EnvError, "environment") if by_env else (PolicyError, "policy")
         text = f"{where}: what the {whose} gave does not fit: {type(error).__name__}: {error}"
         return _caused(kind(text), error)
     told = "".join(traceback.format_exception(error))
@@ -93,8 +93,13 @@ def _last(error: BaseException) -> TracebackType | None:
 
 def _raised_in_our_code(error: BaseException) -> bool:
     """Whether the exception comes from one of our own lines, not from something they called."""
+    return _module_of(error).startswith(OURS)
+
+
+def _module_of(error: BaseException) -> str:
+    """The module of the line that raised."""
     last = _last(error)
-    return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith(OURS)
+    return "" if last is None else str(last.tb_frame.f_globals.get("__name__", ""))
 
 
 def _opcode(last: TracebackType) -> int:

@@ -6,15 +6,16 @@ them. The step loop (`rollout.engine`) knows only these two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import gymnasium as gym
 import numpy as np
 import torch
 
 from rlcollect.layout import Arrays, Key, Leaf
 
-__all__ = ["Actor", "EnvDriver", "Interruptor", "RolloutMemory"]
+__all__ = ["ActionForm", "Actor", "EnvDriver", "Interruptor", "RolloutMemory", "ScratchDriver"]
 
 Array = np.ndarray[Any, Any]
 
@@ -26,44 +27,85 @@ class RolloutMemory(Protocol):
     arrays: Arrays
 
 
+class ActionForm(Protocol):
+    """How actions are stored.
+
+    Attributes:
+        space: the space of one lane's action, for texts and random draws.
+        leaves: the tensors of one lane's action.
+        parts: the space of each.
+    """
+
+    space: gym.Space[Any]
+    leaves: Sequence[Leaf]
+    parts: Sequence[gym.Space[Any]]
+
+
 class EnvDriver(Protocol):
     """N lanes, stepped together.
 
-    The engine calls, for each rollout: `bind(arrays)`; for each window of it `view(start, stop)`, and then for each t,
+    The engine calls, for each rollout: `bind(memory)`; for each window of it `view(start, stop)`, and then for each t,
     counted from the window's start, `step(t, actions)`; `truncate(t, lanes)` where a limit ends episodes that the
     environments would have gone on with; then `finish(made)`. Between rollouts it may call `reset`. A lane whose
     episode ended is reset before `step` returns. Times are those of the rollout, except in the steps themselves.
 
     Attributes:
+        num_lanes: N.
+        num_rows: of a `ScratchDriver`, M; None: every step is a frame of every lane.
+        lead: the batch dimensions before time: `()` for a single environment, else `(N,)` or dimensions that make N.
+        device: where frames are made.
         ends: (t, lane) of every episode that ended in this rollout, in order of time.
         failed_lane: the lane whose environment raised, else None.
+        failed_step: the step of the rollout that it was about; None: the one under way.
+        leaves: the tensors of an observation, by their key at the root of a batch; each stands below "next" too.
+        loose: what is observed and has no fixed form, by key: for each step so far what all lanes showed before it.
+        after_leaves: what is recorded under "next" alone: the reward and what is asked for of the infos.
+        reward_keys: those of `after_leaves` that add up to the reward of a lane.
+        truncated_keys: keys under "next", beside the root's own, that say which parts of a lane were truncated; each
+            stands beside a "done".
+        whole_key: where the whole observation stands: () where its keys stand at the root.
+        action_codec: how actions are stored.
+        draw: random actions for what the lanes show now, `[N, *shape]` a leaf of the action, drawn from this generator
+            or from torch's; None: they are drawn from the action space, and by the "action_mask" among `leaves`.
+        refuses_lane_resets: why lanes cannot be reset one by one; None: they can.
+        refuses_lane_seeds: why some lanes cannot be seeded without the others; None: they can.
+        refuses_options: why a reset takes no options; None: it does.
+        largest_seed: that the environments take; None: any.
     """
 
+    num_lanes: int
+    num_rows: int | None
+    lead: tuple[int, ...]
+    device: torch.device
     ends: list[tuple[int, int]]
     failed_lane: int | None
+    failed_step: int | None
+    leaves: Sequence[Leaf]
+    loose: Mapping[Key, Sequence[Any]]
+    after_leaves: Sequence[Leaf]
+    reward_keys: Sequence[Key]
+    truncated_keys: Sequence[Key]
+    whole_key: Key
+    action_codec: ActionForm
+    draw: Callable[[np.random.Generator], Sequence[Any]] | None
+    refuses_lane_resets: str | None
+    refuses_lane_seeds: str | None
+    refuses_options: str | None
+    largest_seed: int | None
 
     @property
     def env_seconds(self) -> float:
         """Time spent inside environments during `audit_step`, in total."""
 
     @property
-    def num_lanes(self) -> int:
-        """N."""
+    def primed(self) -> Mapping[Key, torch.Tensor]:
+        """Observations that a policy may take over as state of its own, by key: as they are at first, `[*shape]`."""
+
+    def leave_to_policy(self, keys: Collection[Key]) -> None:
+        """These of the `primed` are the policy's; called before the first rollout."""
 
     @property
-    def leaves(self) -> Sequence[Leaf]:
-        """The tensors of an observation, by the key they have at the root of a batch."""
-
-    @property
-    def action_leaves(self) -> Sequence[Leaf]:
-        """The tensors of an action."""
-
-    @property
-    def info_leaves(self) -> Sequence[Leaf]:
-        """What is recorded of the infos, under ("next", "info")."""
-
-    @property
-    def current(self) -> Mapping[Key, Array]:
+    def current(self) -> Mapping[Key, Any]:
         """The newest observation of every lane, `[N, *shape]` by key; valid between rollouts."""
 
     def reset(
@@ -71,16 +113,16 @@ class EnvDriver(Protocol):
     ) -> None:
         """Begins a new episode in these lanes; `current` holds their first observations."""
 
-    def bind(self, arrays: Arrays) -> None:
+    def bind(self, memory: RolloutMemory) -> None:
         """Takes the memory of the next rollout, and writes the current observations into its first row."""
 
     def view(self, start: int, stop: int) -> None:
         """The steps that follow are these of the rollout."""
 
-    def step(self, t: int, actions: Sequence[Array]) -> None:
+    def step(self, t: int, actions: Sequence[Any]) -> None:
         """Steps every lane; row t of the window then holds a true frame of each."""
 
-    def audit_step(self, t: int, actions: Sequence[Array]) -> None:
+    def audit_step(self, t: int, actions: Sequence[Any]) -> None:
         """`step`, with the time in the environments measured and their answers held against their spaces."""
 
     def truncate(self, t: int, lanes: Sequence[int]) -> None:
@@ -88,6 +130,9 @@ class EnvDriver(Protocol):
 
     def finish(self, made: int) -> None:
         """The rollout has `made` steps: fills in what follows from the frames, lets the memory go."""
+
+    def loose_batch(self, made: int) -> Mapping[Key, Any]:
+        """What has no fixed form, of the rollout that was finished: `[*lead, made]` by key, below "next" too."""
 
     def state_dict(self) -> dict[str, Any]:
         """What can be saved of the environments."""
@@ -97,6 +142,32 @@ class EnvDriver(Protocol):
 
     def close(self) -> list[BaseException]:
         """Closes the environments that are ours, once; the errors that came."""
+
+
+class ScratchDriver(EnvDriver, Protocol):
+    """A driver that cannot give a frame of every lane at every step: its steps go to a scratch memory.
+
+    The policy is called on M rows, each of which stands for a lane. Memory is `[M, S, *shape]`, and one step longer
+    than what is made of it: row t + 1 holds what the lanes show after step t, and the reward and flags in row t are
+    those that came with it. What came to a row belongs to the action that its lane was given last. What a lane had come
+    to when its episode ended is in row t below "next": row t + 1 then shows what row t did, which a policy can act on.
+
+    Attributes:
+        row_lanes: int64 `[S, M]`, whose row it is.
+        is_frame: bool `[S, M]`, whether what came with the row is a frame, and not the beginning of an episode.
+        starts: (t, row) after which a row shows the first observation of an episode, in order of time.
+        fresh: rows that showed the first observation of an episode when the rollout began.
+
+    `is_frame`, `ends` and `starts` are up to date after `settle` and `finish`.
+    """
+
+    row_lanes: Array
+    is_frame: Array
+    starts: list[tuple[int, int]]
+    fresh: list[int]
+
+    def settle(self, made: int) -> None:
+        """Brings `is_frame`, `ends` and `starts` up to what the first `made` steps of the rollout have given."""
 
 
 class Actor(Protocol):

@@ -52,8 +52,12 @@ def nested(values: Iterable[tuple[Key, Any]]) -> dict[str, Any]:
 
 
 def tensordict_leaves(data: TensorDictBase, above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Everything in a TensorDict by key, non-tensor data included."""
-    for name, value in data.items():
+    """Everything in a TensorDict by key, non-tensor data included; not what differs in shape over a lazy stack."""
+    for name in data.keys():  # noqa: SIM118
+        try:
+            value = data.get(name)
+        except RuntimeError:  # its parts cannot be stacked
+            continue
         if is_tensor_collection(value) and not is_non_tensor(value):
             yield from tensordict_leaves(value, (*above, name))
         else:

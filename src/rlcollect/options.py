@@ -245,10 +245,17 @@ class Where:
     """Where the frames are made and kept: lanes, environments' arguments, devices."""
 
     num_envs: int | None = _option(
-        "Lanes made of one maker: batches are [N, T]. None: one lane, and batches are [T].", None
+        "Lanes made of one maker: batches are [N, T]. None: one lane, and batches are [T]; environments that hold "
+        "several lanes have their own.",
+        None,
     )
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
         "Keyword arguments for the maker (or for `gymnasium.make`): one mapping, or one for each lane.", None
+    )
+    masked_reset: bool | None = _option(
+        'Whether a vector environment resets the lanes that `options={"reset_mask": mask}` names, and leaves the '
+        "others untouched. None: as is known of Gymnasium's own.",
+        None,
     )
     device: torch.device | str | int | None = _option(
         "Stands for `policy_device` and `storing_device` where these are not given.", None
@@ -259,10 +266,10 @@ class Where:
         None,
     )
     env_device: torch.device | str | int | None = _option(
-        "Where environments make their frames. Those of Gymnasium: the CPU.", None
+        "Where environments make their frames, to be held against where they do. Nothing moves them.", None
     )
     storing_device: torch.device | str | int | None = _option(
-        "Device of the delivered batches. None: where they were made, the CPU.", None
+        "Device of the delivered batches. None: where they were made.", None
     )
     no_cuda_sync: bool = _option(
         "Copy to and from a CUDA policy plainly, one tensor after the other, in the place of pinned copies that an "
@@ -280,6 +287,8 @@ class Where:
         if not isinstance(each, Sequence) or not all(isinstance(kw, Mapping) for kw in each):
             raise OptionError(f"create_env_kwargs takes a mapping, or a sequence of one a lane, not {given!r}.")
         _flag("no_cuda_sync", self.no_cuda_sync)
+        if self.masked_reset is not None:
+            _flag("masked_reset", self.masked_reset)
         for name in ("device", "policy_device", "env_device", "storing_device"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, device_of(name, getattr(self, name)))

@@ -49,6 +49,8 @@ class Stats:
         episode_length: in frames, of the same.
         policy_version: how many times weights were updated.
         time: None before the first step.
+        dropped: frames that lanes had made ahead of others and that were never delivered: when the last batch came,
+            when a rollout was broken off, or when a state was loaded.
     """
 
     frames: int
@@ -60,6 +62,7 @@ class Stats:
     episode_length: Spread
     policy_version: int
     time: TimeShares | None
+    dropped: int = 0
 
     def as_dict(self) -> dict[str, float]:
         """Flat, for loggers: `{"frames": ..., "episode_return/mean": ...}`; what is not known yet is left out."""

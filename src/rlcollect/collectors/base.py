@@ -23,14 +23,12 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rlcollect.devices import CPU
-from rlcollect.envs.lanes import Lanes
-from rlcollect.envs.make import is_sequence
 from rlcollect.errors import ClosedError, OptionError
 from rlcollect.failures import is_interrupt, relayed, warn
+from rlcollect.interfaces import EnvDriver
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
-from rlcollect.rollout.build import build_engine, make_lanes, whole_steps
+from rlcollect.rollout.build import build_engine, make_driver, whole_steps
 from rlcollect.rollout.policy.intake import module_of, take_in, weights_of
 from rlcollect.rollout.seeding import ProgramState
 from rlcollect.stats import Spread, Stats
@@ -71,21 +69,20 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
         self._acting = take_in(policy, self._how, self._where.placement.policy)
         self.policy = self._acting.given
-        lanes = make_lanes(create_env_fn, self._what, self._where)
-        batched = self._where.num_envs is not None or is_sequence(create_env_fn)
+        driver = make_driver(create_env_fn, self._what, self._where)
         try:
-            self.num_envs = lanes.num_lanes
+            self.num_envs = driver.num_lanes
             self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self.num_envs)
             self._total_steps = self._counted_total()
             self._engine, self._plan = build_engine(
-                lanes, self._acting, self._what, self._where, self._how, self._sink, steps=self._steps, batched=batched
+                driver, self._acting, self._what, self._where, self._how, self._sink, steps=self._steps
             )
         except BaseException:
-            lanes.close()
+            driver.close()
             raise
         self._state = _State.OPEN
-        self._abandoned = weakref.finalize(self, _close_abandoned, lanes, type(self).__name__)
-        self._lanes = lanes
+        self._abandoned = weakref.finalize(self, _close_abandoned, driver, type(self).__name__)
+        self._driver = driver
 
     def _counted_total(self) -> int | None:
         if self._what.total_frames == -1:
@@ -137,14 +134,15 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._recover()
         if self.exhausted:
             return None
-        steps = self._steps
+        steps, left = self._steps, None
         if self._total_steps is not None:
-            steps = min(steps, self._total_steps - self._frames // self.num_envs)
+            left = self.total_frames - self._frames
+            steps = min(steps, math.ceil(left / self.num_envs))
         start = time.perf_counter()
-        self._under_way = self._engine.warmup_left
+        self._under_way = self._engine.warmup_owed
         with _Guard(self):
-            made = self._make(steps)
-            frames, batch = self._frames + made.numel(), self._processed(made)
+            made = self._make(steps, left)
+            frames, batch = self._frames + self._engine.frames, self._processed(made)
         seconds = self._seconds + time.perf_counter() - start
         # no call from here on: an interrupt comes before all of it or after
         self._frames, self._batches, self._seconds, self._under_way = frames, self._batches + 1, seconds, None
@@ -170,10 +168,10 @@ class BaseCollector(IterableDataset[TensorDictBase]):
                 raise OptionError(f"postproc {step!r} returned None; it should return the batch.")
         return batch
 
-    def _make(self, steps: int) -> TensorDictBase:
-        batch = self._engine.rollout(steps)
+    def _make(self, steps: int, at_most: int | None = None) -> TensorDictBase:
+        batch = self._engine.rollout(steps, at_most)
         device = self._where.placement.storing
-        if device is None or device == CPU:
+        if device is None or device == self._driver.device:
             return batch
         moved = batch.to(device)
         if not self._sink.return_same_td:
@@ -192,7 +190,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         """
         self._check_open()
         self._recover()
-        self._under_way = self._engine.warmup_left
+        self._under_way = self._engine.warmup_owed
         with _Guard(self):
             batch = self._make(self._steps)
         self._under_way = None
@@ -233,9 +231,14 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         Raises:
             TypeError: it is not known, as collection is endless or an interruptor may cut batches short.
         """
-        if self._total_steps is None or self._how.interruptor is not None:
-            why = "total_frames is -1" if self._total_steps is None else "an interruptor may cut batches short"
+        unknown = {
+            "total_frames is -1": self._total_steps is None,
+            "an interruptor may cut batches short": self._how.interruptor is not None,
+            "lanes that are far behind others are delivered short": self._engine.may_deliver_short,
+        }
+        if why := next((why for why, holds in unknown.items() if holds), None):
             raise TypeError(f"The number of batches is not known: {why}.")
+        assert self._total_steps is not None
         return math.ceil(self._total_steps / self._steps)
 
     # --- talking to it ---
@@ -277,6 +280,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._check_open()
         given = _seeds(seed, self.num_envs)
         if not isinstance(given, int):
+            self._engine.check_seeds(given)
             if static_seed:
                 raise OptionError("static_seed=True gives every lane the stream of one seed; a list has one for each.")
             self._engine.seed(given)
@@ -295,13 +299,17 @@ class BaseCollector(IterableDataset[TensorDictBase]):
             options: for the environments' `reset`, in the place of `reset_options`.
 
         Raises:
-            OptionError: an index that names no lane, or a list of seeds of another length.
+            OptionError: an index that names no lane, or a list of seeds of another length; some lanes of environments
+                that can only be reset all together.
         """
         self._check_open()
         lanes = _lane_indices(index, self.num_envs)
         seeds = None if seed is None else _seeds(seed, len(lanes))
         if not (options is None or isinstance(options, Mapping)):
             raise OptionError(f"options must be a mapping or None, not {options!r}.")
+        if isinstance(seeds, list) or len(lanes) == 1:
+            self._engine.check_seeds(seeds if isinstance(seeds, list) else [seeds or 0])
+        self._engine.check_reset(lanes, seeded=seeds is not None, with_options=options is not None)
         self._recover()
         with _Guard(self):
             self._engine.reset(lanes, seeds, options)
@@ -312,6 +320,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         return Stats(
             frames=self._frames,
             batches=self._batches,
+            dropped=engine.dropped + (engine.surplus if self.exhausted else 0),
             seconds=self._seconds,
             frames_per_second=self._frames / self._seconds if self._seconds else 0.0,
             episodes=engine.episodes.finished,
@@ -380,7 +389,7 @@ class BaseCollector(IterableDataset[TensorDictBase]):
         self._state = _State.CLOSED
         self._abandoned.detach()
         self._engine.forget_memory()
-        errors = self._lanes.close()
+        errors = self._driver.close()
         for error in errors:
             if not is_interrupt(error):
                 warn(f"An environment failed to close: {type(error).__name__}: {error}")
@@ -430,8 +439,8 @@ class _Guard:
                 self._collector.shutdown()
 
 
-def _close_abandoned(lanes: Lanes, name: str) -> None:
-    lanes.close()
+def _close_abandoned(driver: EnvDriver, name: str) -> None:
+    driver.close()
     warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
 
 

@@ -23,8 +23,10 @@ class Collector(BaseCollector):
     eval mode is the caller's choice, and left alone.
 
     Args:
-        create_env_fn: an environment id, a callable that returns a `gymnasium.Env`, an instance of one, or a sequence
-            of these, one lane each. Instances stay their owner's to close.
+        create_env_fn: an environment id, a callable that makes an environment, an instance of one, or a sequence of
+            these, one lane each. Environments are those of Gymnasium, its vector environments, EnvPool's, vector
+            environments on tensors, TorchRL's and PettingZoo's; those that hold several lanes come one at a time.
+            Instances stay their owner's to close, and are for one collector at a time.
         policy: from observation to action, as a callable or module: one positional parameter gets the observation (a
             TensorDict of its keys for a Dict space), several named ones the keys of those names. Or from TensorDict to
             TensorDict: `TensorDictModule`, `TensorDictSequential`, or a callable whose parameter is annotated as a

@@ -16,7 +16,7 @@ from rlcollect.envs.spaces import check_value, fits, space_leaf
 from rlcollect.errors import EnvError, SpaceError
 from rlcollect.layout import Key, Leaf, show_key, torch_dtype
 
-__all__ = ["InfoRecorder", "Step", "info_entry", "info_leaves"]
+__all__ = ["MISSING", "PATIENCE", "InfoRecorder", "Step", "fill_of", "info_entry", "info_leaves"]
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[Any], tuple[Any, Any, Any, Any, dict[str, Any]]]
@@ -60,7 +60,7 @@ def _leaf_of(key: Key, value: Any) -> Leaf:
     return Leaf(key, array.shape, torch_dtype(array.dtype))
 
 
-def _fill(dtype: torch.dtype) -> float | int | bool:
+def fill_of(dtype: torch.dtype) -> float | int | bool:
     """What stands where an environment left the entry out."""
     if dtype.is_floating_point:
         return float("nan")
@@ -80,7 +80,7 @@ class InfoRecorder:
         self._leaves = leaves
         self._stated = frozenset(stated)
         self._episodes = 0
-        self._fills = [_fill(leaf.dtype) for leaf in leaves]
+        self._fills = [fill_of(leaf.dtype) for leaf in leaves]
         self._arrays: list[Array] = []
         self._t = [0] * num_lanes
         self._unseen = {leaf.key for leaf in leaves}

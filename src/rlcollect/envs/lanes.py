@@ -13,71 +13,49 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK, LaneCalls, mask_of
+from rlcollect.envs.driver import Driver
 from rlcollect.envs.info import InfoRecorder, info_leaves
-from rlcollect.envs.make import EnvSource, close_all, make_env, spaces_agree
-from rlcollect.envs.spaces import ActionCodec, ObservationCodec, Rows, observation_codec, renamed
-from rlcollect.errors import EnvError, OptionError
-from rlcollect.failures import relayed
+from rlcollect.envs.make import spaces_agree
+from rlcollect.envs.opening import Opening, at_lane
+from rlcollect.envs.saving import env_state, load_env_state
+from rlcollect.envs.spaces import REWARD, ActionCodec, Rows, codec_of, renamed, rows_in_time
+from rlcollect.errors import EnvError
+from rlcollect.interfaces import ActionForm, RolloutMemory
 from rlcollect.layout import Arrays, Key, Leaf, numpy_dtype
 from rlcollect.options import What
 
-__all__ = ["Lanes", "open_lanes"]
+__all__ = ["Lanes", "is_gymnasium", "open_lanes"]
 
 Array = np.ndarray[Any, Any]
 Env = gym.Env[Any, Any]
 
 
-def open_lanes(
-    sources: Sequence[tuple[EnvSource, Mapping[str, Any]]],
-    what: What,
-    observation_names: Sequence[str] = (),
-    worker: int = 0,
-) -> Lanes:
-    """Makes the environments of N lanes, resets them, and plans how they are stored.
+def is_gymnasium(made: Any) -> bool:
+    """Whether it is a single environment of Gymnasium."""
+    return isinstance(made, gym.Env) and not isinstance(made, gym.vector.VectorEnv)
 
-    Args:
-        sources: what each lane is made of, with keyword arguments.
-        what: info keys, names, dtypes and reset options are taken from here.
-        observation_names: names that observation keys may not have, beside those that are always ours.
-        worker: number of the worker, for errors.
+
+def open_lanes(opening: Opening) -> Lanes:
+    """Resets the environments of N lanes, and plans how they are stored.
 
     Raises:
-        OptionError, SpaceError, EnvError: what was made does not fit.
-        What a maker or a first reset raises, from a `WorkerError`. The environments made so far are closed.
+        OptionError, SpaceError, EnvError: they do not fit.
+        What a first reset raises, from a `WorkerError`.
     """
-    envs: list[Env] = []
-    owned: list[Env] = []  # instances that were passed in are their owner's to close
-    at: int | None = None
-    try:
-        for at in range(len(sources)):
-            envs.append(make_env(*sources[at]))
-            _check_distinct(envs)
-            if envs[at] is not sources[at][0]:
-                owned.append(envs[at])
-        at = None
-        spaces_agree(envs)
-        calls = LaneCalls(envs, what.reset_options)
-        first: list[tuple[Any, dict[str, Any]]] = []
-        for at in range(len(envs)):
-            first += [_checked_reset(calls.resets[at]())]
-        at = None
-        lanes = Lanes(envs, calls, first[0][1], what, observation_names, owned=owned)
-        for at in range(len(envs)):
-            lanes.begin(at, *first[at])
-    except BaseException as error:
-        close_all(owned)
-        raise relayed(error, worker=worker, lane=at, step=0)  # noqa: B904 - it has a cause of its own
+    envs = opening.envs
+    spaces_agree(envs)
+    calls = LaneCalls(envs, opening.what.reset_options)
+    first: list[tuple[Any, dict[str, Any]]] = []
+    for lane in range(len(envs)):
+        with at_lane(opening.worker, lane):
+            first.append(_checked_reset(calls.resets[lane]()))
+    lanes = Lanes(opening, calls, first[0][1])
+    for lane in range(len(envs)):
+        with at_lane(opening.worker, lane):
+            lanes.begin(lane, *first[lane])
     return lanes
-
-
-def _check_distinct(envs: Sequence[Env]) -> None:
-    twin = next(lane for lane, env in enumerate(envs) if env is envs[-1])
-    if twin != len(envs) - 1:
-        raise OptionError(
-            f"Lanes {twin} and {len(envs) - 1} are the same environment: create_env_fn returned it twice. "
-            "It should make a new one each time."
-        )
 
 
 def _checked_reset(result: Any) -> tuple[Any, dict[str, Any]]:
@@ -86,44 +64,36 @@ def _checked_reset(result: Any) -> tuple[Any, dict[str, Any]]:
     return result
 
 
-class Lanes:
+class Lanes(Driver):
     """The `EnvDriver` of single Gymnasium environments; made by `open_lanes`.
 
     Args:
-        envs: one a lane.
+        opening: the environments, and what is asked for.
         calls: how they are stepped and reset.
         first_info: of lane 0: shows the form of what is recorded of infos.
-        what: info keys, names and dtypes are taken from here.
-        observation_names: names that observation keys may not have, beside those that are always ours.
-        owned: those to close.
     """
 
-    def __init__(
-        self,
-        envs: Sequence[Env],
-        calls: LaneCalls,
-        first_info: Mapping[str, Any],
-        what: What,
-        observation_names: Sequence[str],
-        *,
-        owned: Sequence[Env],
-    ) -> None:
-        self.failed_lane: int | None = None
-        self.ends: list[tuple[int, int]] = []
+    def __init__(self, opening: Opening, calls: LaneCalls, first_info: Mapping[str, Any]) -> None:
+        super().__init__(opening)
+        envs, what = opening.envs, opening.what
         self.num_lanes = len(envs)
+        self.lead: tuple[int, ...] = (self.num_lanes,) if opening.batched else ()
+        self.device = CPU
+        self.reward_keys: Sequence[Key] = (REWARD.key,)
         self._envs = envs
-        self._owned = list(owned)
         self._calls = calls
         mask = _mask_leaf(what, first_info)
         self._paired = mask is not None
         root: Key = () if isinstance(envs[0].observation_space, gym.spaces.Dict) else ("observation",)
-        self._whole_key = renamed(root, what.rename_keys or {})  # type: ignore[arg-type]
-        self._codec = _codec(envs[0].observation_space, what, observation_names, mask)
-        self.action_codec = ActionCodec(envs[0].action_space)
-        self._decode = self.action_codec.decode
+        self.whole_key = renamed(root, what.rename_keys or {})  # type: ignore[arg-type]
+        self._codec = codec_of(envs[0].observation_space, what, opening.names, mask)
+        self.leaves: Sequence[Leaf] = self._codec.leaves
+        codec = ActionCodec(envs[0].action_space)
+        self.action_codec: ActionForm = codec
+        self._decode = codec.decode
         self._check = self._codec.checker()
         recorded = info_leaves(what.info_forms, first_info)
-        self.info_leaves = tuple(leaf.under("next", "info") for leaf in recorded)
+        self.after_leaves: Sequence[Leaf] = (REWARD, *(leaf.under("info") for leaf in recorded))
         stated = {key for key, form in what.info_forms.items() if form is not None}
         self._info = InfoRecorder(recorded, stated, self.num_lanes) if recorded else None
         if self._info is not None:
@@ -157,27 +127,13 @@ class Lanes:
     # --- the contract ---
 
     @property
-    def leaves(self) -> Sequence[Leaf]:
-        """The tensors of an observation."""
-        return self._codec.leaves
-
-    @property
-    def whole_key(self) -> Key:
-        """Where the whole observation stands: () for a Dict space, whose keys stand at the root."""
-        return self._whole_key
-
-    @property
-    def action_leaves(self) -> Sequence[Leaf]:
-        """The tensors of an action."""
-        return self.action_codec.leaves
-
-    @property
     def env_seconds(self) -> float:
         """Time spent in the environments during `audit_step`, in total."""
         return self._calls.env_seconds
 
-    def bind(self, arrays: Arrays) -> None:
+    def bind(self, memory: RolloutMemory) -> None:
         """Takes the memory of the next rollout, and writes the current observations into its first row."""
+        arrays = memory.arrays
         self._arrays = arrays
         self._steps_bound = arrays["next", "reward"].shape[1]
         self._now = {leaf.key: arrays[leaf.key] for leaf in self.leaves}
@@ -204,7 +160,7 @@ class Lanes:
 
     def _views(self, start: int, stop: int) -> list[Rows]:
         """Where the observations after these steps go; after the last of all, to the current ones."""
-        rows = _rows_in_time(self._codec, {key: now[:, start + 1 : stop + 1] for key, now in self._now.items()})
+        rows = rows_in_time(self._codec, {key: now[:, start + 1 : stop + 1] for key, now in self._now.items()})
         return rows if stop < self._steps_bound else [*rows, self._current_rows]
 
     def step(self, t: int, actions: Sequence[Array]) -> None:
@@ -309,19 +265,14 @@ class Lanes:
     def state_dict(self) -> dict[str, Any]:
         """By lane: the number of its episode, its environment's generator, and what a `state_dict` of that returns."""
         return {
-            str(lane): {**_env_state(env), "episode": self._calls.episodes[lane]} for lane, env in enumerate(self._envs)
+            str(lane): {**env_state(env), "episode": self._calls.episodes[lane]} for lane, env in enumerate(self._envs)
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` saved. The environments are not reset by it."""
         for lane, env in enumerate(self._envs):
-            _load_env_state(env, state[str(lane)])
+            load_env_state(env, state[str(lane)])
             self._calls.episodes[lane] = state[str(lane)]["episode"]
-
-    def close(self) -> list[BaseException]:
-        """Closes the environments that were made here; instances that were passed in are their owner's."""
-        owned, self._owned = self._owned, []
-        return close_all(owned)
 
 
 def _mask_leaf(what: What, info: Mapping[str, Any]) -> Leaf | None:
@@ -329,40 +280,3 @@ def _mask_leaf(what: What, info: Mapping[str, Any]) -> Leaf | None:
     if MASK not in what.info_forms:
         return None
     return info_leaves({MASK: what.info_forms[MASK]}, {MASK[0]: mask_of(info)})[0]
-
-
-def _codec(space: gym.Space[Any], what: What, observation_names: Sequence[str], mask: Leaf | None) -> ObservationCodec:
-    ours = [*observation_names, *(["info"] if what.info_forms else []), *([MASK[0]] if mask else [])]
-    return observation_codec(
-        space,
-        exclude=what.exclude_keys,  # type: ignore[arg-type]
-        rename=what.rename_keys,  # type: ignore[arg-type]
-        ours=ours,
-        keep_float64=what.obs_dtype == "env",
-        action_mask=mask,
-    )
-
-
-def _rows_in_time(codec: ObservationCodec, arrays: Mapping[Key, Array]) -> list[Rows]:
-    """Row objects for each time of arrays `[N, T, *shape]`."""
-    if len(arrays) == 1 and codec.paths == ((),):
-        return list(next(iter(arrays.values())).swapaxes(0, 1))
-    in_time = [array.swapaxes(0, 1) for array in arrays.values()]
-    return [codec.rows(dict(zip(arrays, rows, strict=True))) for rows in zip(*in_time, strict=True)]
-
-
-def _env_state(env: Env) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    generator = getattr(env.unwrapped, "_np_random", None)
-    if isinstance(generator, np.random.Generator):
-        state["generator"] = generator.bit_generator.state
-    if env.has_wrapper_attr("state_dict") and callable(own := env.get_wrapper_attr("state_dict")):
-        state["env"] = own()
-    return state
-
-
-def _load_env_state(env: Env, state: Mapping[str, Any]) -> None:
-    if "generator" in state:
-        env.unwrapped.np_random.bit_generator.state = state["generator"]
-    if "env" in state:
-        env.get_wrapper_attr("load_state_dict")(state["env"])

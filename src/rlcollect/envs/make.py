@@ -11,12 +11,13 @@ from gymnasium.envs.registration import EnvSpec
 
 from rlcollect.errors import OptionError, SpaceError
 
-__all__ = ["EnvSource", "close_all", "is_sequence", "lane_sources", "make_env", "spaces_agree"]
+__all__ = ["EnvSource", "close_all", "is_sequence", "lane_sources", "make_env", "space_difference", "spaces_agree"]
 
 Env = gym.Env[Any, Any]
-EnvSource = str | EnvSpec | Callable[..., Env] | Env
+EnvSource = str | EnvSpec | Callable[..., Any] | Any
+IsEnvironment = Callable[[Any], bool]
 ACCEPTED = (
-    "an environment id or spec, a callable that returns a gymnasium.Env, a gymnasium.Env, or a sequence of these "
+    "an environment id or spec, a callable that returns an environment, an environment, or a sequence of these "
     "(one lane each)"
 )
 
@@ -30,6 +31,7 @@ def lane_sources(
     create_env_fn: EnvSource | Sequence[EnvSource],
     num_envs: int | None,
     kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    is_environment: IsEnvironment,
 ) -> list[tuple[EnvSource, Mapping[str, Any]]]:
     """What each lane is made of: a source and its keyword arguments.
 
@@ -48,17 +50,12 @@ def lane_sources(
     if not sources:
         raise OptionError("create_env_fn is an empty sequence; it needs one maker a lane.")
     for lane, source in enumerate(sources):
-        _check_source(lane, source, sources)
+        _check_source(lane, source, sources, is_environment)
     return list(zip(sources, _lane_kwargs(kwargs, len(sources)), strict=True))
 
 
-def _check_source(lane: int, source: object, sources: Sequence[object]) -> None:
-    if isinstance(source, gym.vector.VectorEnv):
-        raise OptionError(
-            "create_env_fn is a gymnasium.vector.VectorEnv; this release makes its own lanes. "
-            "Pass what makes one of its environments, with num_envs=."
-        )
-    if isinstance(source, gym.Env):
+def _check_source(lane: int, source: object, sources: Sequence[object], is_environment: IsEnvironment) -> None:
+    if is_environment(source):
         if (twin := next(i for i, other in enumerate(sources) if other is source)) != lane:
             raise OptionError(
                 f"Lanes {twin} and {lane} are the same environment instance. Pass a callable that makes a new one."
@@ -79,20 +76,25 @@ def _lane_kwargs(
     return kwargs
 
 
-def make_env(source: EnvSource, kwargs: Mapping[str, Any]) -> Env:
-    """One environment. An instance is taken as it is.
+def make_env(source: EnvSource, kwargs: Mapping[str, Any], is_environment: IsEnvironment) -> Any:
+    """One environment. An instance is taken as it is; one that is still to make others hands arguments on to them.
 
     Raises:
-        OptionError: keyword arguments for an instance, or a callable that returned something else.
+        OptionError: keyword arguments for another instance.
     """
-    if isinstance(source, gym.Env):
+    if is_environment(source):
         if kwargs:
-            raise OptionError(f"create_env_kwargs={dict(kwargs)!r} were given for an environment instance.")
+            _hand_on(source, kwargs)
         return source
-    env = gym.make(source, **kwargs) if isinstance(source, str | EnvSpec) else source(**kwargs)
-    if isinstance(env, gym.vector.VectorEnv) or not isinstance(env, gym.Env):
-        raise OptionError(f"create_env_fn should return a gymnasium.Env; {source!r} returned {env!r}.")
-    return env
+    return gym.make(source, **kwargs) if isinstance(source, str | EnvSpec) else source(**kwargs)
+
+
+def _hand_on(env: Any, kwargs: Mapping[str, Any]) -> None:
+    update = getattr(type(env), "update_kwargs", None)  # of its own: some forward what they lack to what they wrap
+    if update is None or not getattr(env, "is_closed", False):
+        why = "" if update is None else ", and it has made its environments already"
+        raise OptionError(f"create_env_kwargs={dict(kwargs)!r} were given for an environment instance{why}.")
+    update(env, dict(kwargs))
 
 
 def spaces_agree(envs: Sequence[Env]) -> None:
@@ -107,11 +109,11 @@ def spaces_agree(envs: Sequence[Env]) -> None:
             ("observation", first.observation_space, env.observation_space, False),
             ("action", first.action_space, env.action_space, True),
         ):
-            if difference := _difference(ours, theirs, exact, kind):
+            if difference := space_difference(ours, theirs, exact, kind):
                 raise SpaceError(f"All lanes need the same spaces; lane {lane} differs from lane 0: {difference}")
 
 
-def _difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name: str) -> str | None:
+def space_difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name: str) -> str | None:
     """Where two spaces differ: in structure, shape or dtype, and with `exact` in bounds too."""
     if ours == theirs:
         return None
@@ -125,7 +127,7 @@ def _difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name:
         return None if same_form and not exact else f"{name} space {theirs} where lane 0 has {ours}."
     if parts.keys() != others.keys():
         return f"{name} space with the keys {list(others)} where lane 0 has {list(parts)}."
-    differences = (_difference(parts[key], others[key], exact, f"{name}[{key!r}]") for key in parts)
+    differences = (space_difference(parts[key], others[key], exact, f"{name}[{key!r}]") for key in parts)
     return next((difference for difference in differences if difference), None)
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import EnvError, SpaceError
+from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Leaf, numpy_dtype
 
-__all__ = ["ActionSampler", "MaskedActionSampler"]
+__all__ = ["ActionSampler", "DrivenSampler", "MaskedActionSampler", "draw_space"]
 
 Array = np.ndarray[Any, Any]
 BLOCK = 64  # steps drawn at once
@@ -34,7 +34,7 @@ class ActionSampler:
         rng: where the draws come from; the sampler is its only user.
     """
 
-    def __init__(self, codec: ActionCodec, num_lanes: int, rng: np.random.Generator) -> None:
+    def __init__(self, codec: ActionForm, num_lanes: int, rng: np.random.Generator) -> None:
         self._codec = codec
         self._num_lanes = num_lanes
         self._rng = rng
@@ -66,7 +66,7 @@ class ActionSampler:
         before = self._rng.bit_generator.state
         lead = (BLOCK, self._num_lanes)
         leaves = zip(self._codec.parts, self._codec.leaves, strict=True)
-        self._blocks.append((before, [_draw(space, leaf, lead, self._rng) for space, leaf in leaves]))
+        self._blocks.append((before, [draw_space(space, leaf, lead, self._rng) for space, leaf in leaves]))
 
     def state_dict(self) -> dict[str, Any]:
         """The generator's state before the block in use, and how much of that is used."""
@@ -90,7 +90,7 @@ class MaskedActionSampler:
         SpaceError: masks mean nothing for this space, or have another shape.
     """
 
-    def __init__(self, codec: ActionCodec, mask: Leaf, num_lanes: int, rng: np.random.Generator) -> None:
+    def __init__(self, codec: ActionForm, mask: Leaf, num_lanes: int, rng: np.random.Generator) -> None:
         space = codec.space
         if isinstance(space, spaces.Discrete):
             self._sizes, self._start, self._flat = [int(space.n)], np.array([int(space.start)]), True
@@ -139,7 +139,33 @@ class MaskedActionSampler:
         self._rng.bit_generator.state = state["generator"]
 
 
-def _draw(space: Any, leaf: Leaf, lead: Sequence[int], rng: np.random.Generator) -> Array:
+class DrivenSampler:
+    """Random actions of the environments' own making.
+
+    Args:
+        draw: the driver's; it may draw from the generator it is given, or from torch's.
+        rng: the generator.
+    """
+
+    def __init__(self, draw: Callable[[np.random.Generator], Sequence[Any]], rng: np.random.Generator) -> None:
+        self._draw = draw
+        self._rng = rng
+
+    def sample(self) -> Sequence[Any]:
+        """One action a lane: `[N, *shape]` for each leaf."""
+        return self._draw(self._rng)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state."""
+        return {"generator": self._rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken."""
+        self._rng.bit_generator.state = state["generator"]
+
+
+def draw_space(space: Any, leaf: Leaf, lead: Sequence[int], rng: np.random.Generator) -> Array:
+    """Random actions `[*lead, *shape]` of a space without parts, in the dtype of its leaf."""
     shape = (*lead, *leaf.shape)
     if isinstance(space, spaces.Discrete):
         return rng.integers(int(space.start), int(space.start) + int(space.n) - 1, size=shape, endpoint=True)

@@ -18,22 +18,31 @@ from gymnasium import spaces
 
 from rlcollect.errors import EnvError, OptionError, PolicyError, SpaceError
 from rlcollect.layout import Key, Leaf, numpy_dtype, show_key, torch_dtype
+from rlcollect.options import What
 
 __all__ = [
+    "REWARD",
     "ActionCodec",
+    "Batcher",
     "ObservationCodec",
     "Rows",
+    "check_known",
+    "check_names",
     "check_value",
+    "codec_of",
     "fits",
     "observation_codec",
     "renamed",
+    "rows_in_time",
     "space_leaf",
+    "walk",
 ]
 
 Array = np.ndarray[Any, Any]
 Path = tuple[Any, ...]  # how to get from a raw observation to a leaf: dict keys and tuple indices
 
 TENSOR_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+REWARD = Leaf(("reward",), (1,), torch.float32)
 ALWAYS_OURS = ("action", "reward", "done", "terminated", "truncated", "next", "collector")
 
 
@@ -68,14 +77,14 @@ def space_leaf(space: gym.Space[Any], key: Key) -> Leaf:
         ) from error
 
 
-def _walk(space: gym.Space[Any], key: Key, path: Path) -> Iterator[tuple[gym.Space[Any], Key, Path]]:
+def walk(space: gym.Space[Any], key: Key, path: Path) -> Iterator[tuple[gym.Space[Any], Key, Path]]:
     """The parts of a space that have no parts themselves: with the key they are stored under, and the way there."""
     if isinstance(space, spaces.Dict):
         for name, part in space.spaces.items():
-            yield from _walk(part, (*key, str(name)), (*path, name))
+            yield from walk(part, (*key, str(name)), (*path, name))
     elif isinstance(space, spaces.Tuple):
         for index, part in enumerate(space.spaces):
-            yield from _walk(part, (*key, str(index)), (*path, index))
+            yield from walk(part, (*key, str(index)), (*path, index))
     else:
         yield space, key, path
 
@@ -84,7 +93,12 @@ def _starts_with(key: Key, prefix: Key) -> bool:
     return key[: len(prefix)] == prefix
 
 
-def _check_known(option: str, asked: Sequence[Key], keys: Sequence[Key]) -> None:
+def check_known(option: str, asked: Sequence[Key], keys: Sequence[Key]) -> None:
+    """Whether an option names keys, or beginnings of keys, that there are.
+
+    Raises:
+        OptionError: naming the one that there is not, and the nearest.
+    """
     for prefix in asked:
         if not any(_starts_with(key, prefix) for key in keys):
             names = [show_key(key) for key in keys]
@@ -101,9 +115,14 @@ def renamed(key: Key, renames: Mapping[Key, Key]) -> Key:
     return key
 
 
-def _check_names(keys: Sequence[Key], ours: Sequence[str]) -> None:
+def check_names(keys: Sequence[Key], ours: Sequence[str]) -> None:
+    """Whether observation keys are none of ours, and do not lie below one another.
+
+    Raises:
+        SpaceError: naming the key.
+    """
     for i, key in enumerate(keys):
-        if key[0] in ours:
+        if key[0] in (*ALWAYS_OURS, *ours):
             raise SpaceError(
                 f"The observation space has a key {show_key(key)}, which is a name of ours (or named in info_keys). "
                 f"Give it another: rename_keys={{{show_key(key)}: ...}}."
@@ -208,10 +227,10 @@ def observation_codec(
         OptionError: `exclude` or `rename` name what is not there.
     """
     root: Key = () if isinstance(space, spaces.Dict) else ("observation",)
-    parts = list(_walk(space, root, ()))
+    parts = list(walk(space, root, ()))
     keys = [key for _, key, _ in parts]
-    _check_known("exclude_keys", exclude, keys)
-    _check_known("rename_keys", list(rename or {}), keys)
+    check_known("exclude_keys", exclude, keys)
+    check_known("rename_keys", list(rename or {}), keys)
     kept = [part for part in parts if not any(_starts_with(part[1], prefix) for prefix in exclude)]
     if not kept:
         raise SpaceError(f"Nothing is left of the observation space {space}.")
@@ -222,16 +241,45 @@ def observation_codec(
             Leaf(leaf.key, leaf.shape, torch.get_default_dtype()) if leaf.dtype == torch.float64 else leaf
             for leaf in leaves
         ]
-    _check_names([leaf.key for leaf in leaves], [*ALWAYS_OURS, *ours])
+    check_names([leaf.key for leaf in leaves], ours)
     if action_mask is not None:
         paths = [(0, *path) for path in paths]
         leaves, paths = [*leaves, action_mask], [*paths, (1,)]
     return ObservationCodec(tuple(leaves), tuple(paths))
 
 
+def codec_of(space: gym.Space[Any], what: What, names: Sequence[str], mask: Leaf | None) -> ObservationCodec:
+    """How observations are stored, as the options ask for it.
+
+    Args:
+        space: the observation space of one lane.
+        what: keys, names and dtypes are taken from here.
+        names: names that a key may not have, beside those that are always ours.
+        mask: the form of an action mask that comes in the info; None: none does.
+    """
+    ours = [*names, *(["info"] if what.info_forms else []), *(["action_mask"] if mask else [])]
+    return observation_codec(
+        space,
+        exclude=what.exclude_keys,  # type: ignore[arg-type]
+        rename=what.rename_keys,  # type: ignore[arg-type]
+        ours=ours,
+        keep_float64=what.obs_dtype == "env",
+        action_mask=mask,
+    )
+
+
+def rows_in_time(codec: ObservationCodec, arrays: Mapping[Key, Array]) -> list[Rows]:
+    """Row objects for each time of arrays `[N, T, *shape]`."""
+    if len(arrays) == 1 and codec.paths == ((),):
+        return list(next(iter(arrays.values())).swapaxes(0, 1))
+    in_time = [array.swapaxes(0, 1) for array in arrays.values()]
+    return [codec.rows(dict(zip(arrays, rows, strict=True))) for rows in zip(*in_time, strict=True)]
+
+
 # --- actions ----------------------------------------------------------------------------------------------------------
 
 Decoder = Callable[[Sequence[Array]], Sequence[Any]]
+Batcher = Callable[[Sequence[Array]], Any]
 
 
 class ActionCodec:
@@ -242,6 +290,7 @@ class ActionCodec:
         leaves: the tensors of one action, under "action".
         decode: from rows `[N, *shape]`, one a leaf, to the N actions that the environments receive, in the form that
             `space.sample()` has: scalars and arrays of the space's dtype that nobody else holds, in dicts and tuples.
+        batch: from the same rows to one action of all lanes: arrays `[N, *shape]` in dicts and tuples.
 
     Raises:
         SpaceError: a part of the space has no tensor form.
@@ -249,11 +298,12 @@ class ActionCodec:
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self.space = space
-        self.parts = tuple(part for part, _, _ in _walk(space, ("action",), ()))
-        self.leaves = tuple(_action_leaf(part, key) for part, key, _ in _walk(space, ("action",), ()))
+        self.parts: Sequence[gym.Space[Any]] = tuple(part for part, _, _ in walk(space, ("action",), ()))
+        self.leaves: Sequence[Leaf] = tuple(_action_leaf(part, key) for part, key, _ in walk(space, ("action",), ()))
         if not self.leaves:
             raise SpaceError(f"The action space {space} has no parts.")
         self.decode = _decoder(space, iter(range(len(self.leaves))))
+        self.batch = _batcher(space, iter(range(len(self.leaves))))
 
 
 def _action_leaf(space: gym.Space[Any], key: Key) -> Leaf:
@@ -279,6 +329,17 @@ def _decoder(space: gym.Space[Any], indices: Iterator[int]) -> Decoder:
         scalar = _Scalars(space).__getitem__
         return lambda rows: list(map(scalar, rows[index].tolist()))
     return lambda rows: list(rows[index].astype(dtype))
+
+
+def _batcher(space: gym.Space[Any], indices: Iterator[int]) -> Batcher:
+    if isinstance(space, spaces.Dict):
+        parts = {name: _batcher(part, indices) for name, part in space.spaces.items()}
+        return lambda rows: {name: batch(rows) for name, batch in parts.items()}
+    if isinstance(space, spaces.Tuple):
+        batchers = [_batcher(part, indices) for part in space.spaces]
+        return lambda rows: tuple([batch(rows) for batch in batchers])
+    index, dtype = next(indices), np.dtype(space.dtype)
+    return lambda rows: rows[index].astype(dtype)
 
 
 class _Scalars(dict[int, Any]):
@@ -317,6 +378,9 @@ def check_value(what: str, value: Any, leaf: Leaf) -> None:
     Raises:
         EnvError: another shape, or a dtype that loses meaning when cast (float to int, text).
     """
+    if isinstance(value, Mapping):
+        below = f" Ask for one of them, ({show_key(leaf.key)}, {next(iter(value))!r}) say." if value else ""
+        raise EnvError(f"{what} should be {leaf}; {_describe(value)} came.{below}")
     try:
         array = np.asarray(value)
     except ValueError as error:  # ragged

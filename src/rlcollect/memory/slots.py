@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy, is_private, nested
 
-__all__ = ["Block", "BlockPool", "SameSlot", "Slot", "SlotSource"]
+__all__ = ["Block", "BlockPool", "SameSlot", "Slot", "SlotSource", "Source"]
 
 Array = np.ndarray[Any, Any]
 REMEMBERED_STEPS = 4096  # views of longer rollouts are not kept: they would weigh more than the data
@@ -85,26 +85,36 @@ class Slot:
         tensors: `[N, T, *shape]` by key, or `[T, *shape]` for a single lane.
         arrays: the same memory as numpy arrays `[N, T, *shape]`, a single lane too; keys whose dtype numpy lacks
             are missing.
+        lead: the dimensions of the batch before time, which make N.
     """
 
     def __init__(
-        self, tensors: dict[Key, torch.Tensor], arrays: Arrays, *, batched: bool, device: torch.device | None
+        self, tensors: dict[Key, torch.Tensor], arrays: Arrays, *, lead: tuple[int, ...], device: torch.device | None
     ) -> None:
         self.tensors = tensors
         self.arrays = arrays
-        self._batched = batched
+        self.lead = lead
         self._device = device
+        self._flat: dict[Key, torch.Tensor] | None = None
+
+    def flat(self) -> dict[Key, torch.Tensor]:
+        """The tensors as `[N * T, *shape]`, lane after lane."""
+        if self._flat is None:
+            self._flat = {key: tensor.flatten(0, 1) for key, tensor in self.tensors.items()}
+        return self._flat
 
     def batch(self, made: int) -> TensorDict:
         """The first `made` steps as a TensorDict around this memory. Keys that begin with `_` stay behind."""
-        time = 1 if self._batched else 0
+        time = 1 if self.lead else 0
         first = next(iter(self.tensors.values()))
         tensors: Mapping[Key, torch.Tensor] = self.tensors
         if made != first.shape[time]:
             tensors = {key: tensor.narrow(time, 0, made) for key, tensor in tensors.items()}
-        batch_size = [*first.shape[:time], made]
+        if len(self.lead) > 1:
+            tensors = {key: tensor.view(*self.lead, *tensor.shape[1:]) for key, tensor in tensors.items()}
         kept = nested((key, tensor) for key, tensor in tensors.items() if not is_private(key))
-        return TensorDict(kept, batch_size=batch_size, names=[*[None] * time, "time"], device=self._device)
+        names = [*[None] * len(self.lead), "time"]
+        return TensorDict(kept, batch_size=[*self.lead, made], names=names, device=self._device)
 
 
 class SlotSource:
@@ -116,6 +126,7 @@ class SlotSource:
         steps: T of a full rollout; a shorter one uses the beginning of a block.
         reuse: whether blocks that were let go are used again.
         device: what the batches say their device is: None, or the CPU.
+        lead: the dimensions of batches before time, which make N; None: N itself.
     """
 
     def __init__(
@@ -126,9 +137,11 @@ class SlotSource:
         *,
         reuse: bool = True,
         device: torch.device | None = None,
+        lead: tuple[int, ...] | None = None,
     ) -> None:
         self._layout = layout
         self._lead = () if num_lanes is None else (num_lanes,)
+        self._shape = self._lead if lead is None else lead
         self._steps = steps
         self._device = device
         self._pool = BlockPool(layout.nbytes(*self._lead, steps), keep=2 if reuse else 0)
@@ -141,7 +154,7 @@ class SlotSource:
         if lead not in block.arrays:
             block.arrays[lead] = self._arrays(block, lead)
         tensors = self._layout.carve(lease, *lead)
-        return Slot(tensors, block.arrays[lead], batched=bool(self._lead), device=self._device)
+        return Slot(tensors, block.arrays[lead], lead=self._shape, device=self._device)
 
     def _arrays(self, block: Block, lead: tuple[int, ...]) -> Arrays:
         """Arrays on the block itself, for our own use while a rollout is made: they are no lease."""
@@ -155,6 +168,16 @@ class SlotSource:
         self._pool.forget()
 
 
+class Source(Protocol):
+    """Gives the memory of rollouts."""
+
+    def take(self, steps: int) -> Slot:
+        """Memory for `steps` steps."""
+
+    def forget(self) -> None:
+        """No more memory will be asked for."""
+
+
 class SameSlot:
     """A source that gives the same memory, and the same TensorDict, each time.
 
@@ -162,7 +185,7 @@ class SameSlot:
         source: where the memory comes from, once for each number of steps.
     """
 
-    def __init__(self, source: SlotSource) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._slots: dict[int, _Kept] = {}
 
@@ -179,11 +202,12 @@ class SameSlot:
 
 class _Kept(Slot):
     def __init__(self, slot: Slot) -> None:
-        super().__init__(slot.tensors, slot.arrays, batched=slot._batched, device=slot._device)
+        super().__init__(slot.tensors, slot.arrays, lead=slot.lead, device=slot._device)
+        self._slot = slot
         self._batch: TensorDict | None = None
 
     def batch(self, made: int) -> TensorDict:
-        fresh = super().batch(made)
+        fresh = self._slot.batch(made)
         if self._batch is None or self._batch.batch_size != fresh.batch_size:
             self._batch = fresh
         else:  # the user may have put other tensors in the place of ours

@@ -5,36 +5,43 @@ Each actor is given the memory of a rollout, prepares views of it for a window o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK
-from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
+from rlcollect.envs.sampling import ActionSampler, DrivenSampler, MaskedActionSampler
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Arrays, Key, Leaf, has_numpy, show_key
+from rlcollect.layout import Key, Leaf, has_numpy, show_key
 from rlcollect.rollout.checks import ActionCheck, first_undrawable
+from rlcollect.rollout.policy.carried import alike
 from rlcollect.rollout.policy.outputs import kind_of
 from rlcollect.rollout.policy.plan import Plan
+from rlcollect.rollout.policy.pooled import PooledState
 from rlcollect.rollout.policy.probe import version_of
 
 __all__ = ["MixedActor", "PolicyActor", "RandomActor"]
 
 Array = np.ndarray[Any, Any]
+Sampler = ActionSampler | MaskedActionSampler | DrivenSampler
 
 
 class PolicyActor:
     """Calls a planned policy, and records what it writes.
+
+    Attributes:
+        outputs: what it writes.
+        has_state: whether it is shown something of its own past.
 
     Args:
         plan: how the policy is called.
         num_action_leaves: how many of its outputs make up the action.
         batched: whether the policy sees a dimension of lanes.
         check_actions: looks at the actions of every step; None: nobody does.
+        on_host: whether the memory of rollouts is.
     """
 
     def __init__(
@@ -44,20 +51,24 @@ class PolicyActor:
         *,
         batched: bool,
         check_actions: ActionCheck | None = None,
+        on_host: bool = True,
     ) -> None:
         self.observations: Sequence[tuple[torch.Tensor, ...]] = []
         self.call = plan.call
+        self.outputs: Sequence[Leaf] = plan.outputs
+        self.has_state = plan.state is not None
         self._plan = plan
         self._batched = batched
         self._num_action_leaves = num_action_leaves
         forms = zip(plan.outputs, plan.shapes, plan.examples, strict=True)
-        self._stores = [_store(leaf, shape, example) for leaf, shape, example in forms]
+        self._stores = [_store(leaf, shape, example, on_host=on_host) for leaf, shape, example in forms]
         self._actions: list[tuple[Array, ...]] = []
         self._shown: list[tuple[torch.Tensor, int]] = []
         self._memory: RolloutMemory | None = None
+        self._loose: Mapping[Key, Sequence[Any]] = {}
         self._rows: list[tuple[Any, ...]] = []
         self._action_shape, self._action_dtype = plan.shapes[0], getattr(plan.examples[0], "dtype", None)
-        plain_action = len(plan.outputs) == 1 and _is_plain(plan.outputs[0], plan.examples[0])
+        plain_action = on_host and len(plan.outputs) == 1 and _is_plain(plan.outputs[0], plan.examples[0])
         self.store: Callable[[int, Any], Sequence[Array]] = self._write_action if plain_action else self._write_all
         self._check_actions = check_actions
         self.write = self.store if check_actions is None else self._write_checked
@@ -67,23 +78,35 @@ class PolicyActor:
             self.write = self._write_unproven
 
     def bind(
-        self, memory: RolloutMemory, ages: Array, ends: Sequence[tuple[int, int]], *, warming: bool = False
+        self,
+        memory: RolloutMemory,
+        fresh: Sequence[int],
+        starts: Sequence[tuple[int, int]],
+        loose: Mapping[Key, Sequence[Any]],
+        *,
+        warming: bool = False,
+        row_lanes: Array | None = None,
     ) -> None:
         """Takes the memory of the next rollout.
 
         Args:
             memory: where its frames go.
-            ages: `[N]`, frames that each lane's episode has had.
-            ends: (t, lane) of the episodes that end in it, in order of time; it grows.
+            fresh: lanes whose episode begins with the first step.
+            starts: (t, lane) after which a lane's next episode begins, in order of time; it grows.
+            loose: what is observed and does not stand in memory, by key and step; it grows.
             warming: whether chance acts in some lane.
+            row_lanes: int64 `[S, M]`, whose rows there are at each step; it grows. None: those of all lanes.
         """
         self._plan.refresh()
         if self._plan.state is not None:
-            self._plan.state.bind(ages, ends, keep_initial=warming)
+            self._plan.state.bind(fresh, starts, keep_initial=warming)
+        if isinstance(self._plan.state, PooledState) and row_lanes is not None:
+            self._plan.state.bind_rows(memory, row_lanes)
         self.call = self._plan.call
         self._memory = memory
-        tensors = [memory.tensors[key] for key in self._plan.in_keys]
+        tensors = [memory.tensors[key] for key in self._plan.in_keys if key not in loose]
         self._shown = [(tensor, version_of(tensor)) for tensor in tensors]
+        self._loose = loose
 
     def view(self, start: int, stop: int) -> None:
         """The steps that follow are these of the rollout: makes views of their rows."""
@@ -91,6 +114,8 @@ class PolicyActor:
         time = 1 if self._batched else 0
         views = [tensor.narrow(time, start, stop - start).unbind(time) for tensor, _ in self._shown]
         self.observations = list(zip(*views, strict=True)) if views else [()] * (stop - start)
+        if any(key in self._loose for key in self._plan.in_keys):
+            self.observations = _WithLoose(self.observations, self._plan.in_keys, self._loose, start)
         outputs, count = self._plan.outputs, self._num_action_leaves
         if all(leaf.key in self._memory.arrays for leaf in outputs):
             self._rows = self._memory.arrays.once(("outputs", start, stop), lambda: self._views(start, stop))
@@ -137,6 +162,7 @@ class PolicyActor:
     def release(self) -> None:
         """Lets the memory go."""
         self.observations, self._rows, self._actions, self._shown, self._memory = [], [], [], [], None
+        self._loose = {}
 
     def _write_action(self, t: int, output: torch.Tensor) -> Sequence[Array]:
         rows = self._actions[t]
@@ -233,6 +259,8 @@ class PolicyActor:
                 target.zero_()
             else:
                 target.copy_(first.unsqueeze(1) if self._batched else first[0])
+        for key, first in self._plan.state.initial.items() if self._plan.state is not None else ():
+            memory.tensors[key].copy_(first.unsqueeze(1) if self._batched else first[0])
 
     def _first_state(self, key: Key) -> torch.Tensor | None:
         return None if self._plan.state is None else self._plan.state.initial_of(key)
@@ -240,12 +268,37 @@ class PolicyActor:
     def blank_extras(self, t: int, lanes: Array) -> None:
         """In row t of these lanes, for every output but the action, what stands where the policy was not asked."""
         where = np.flatnonzero(lanes).tolist()
-        for leaf, row in zip(self._plan.outputs, self._rows[t], strict=True):
-            if leaf.key[0] != "action":
-                first = self._first_state(leaf.key)
-                row[where] = 0 if first is None else first[where].to(CPU)
+        extras = slice(self._num_action_leaves, None)
+        for leaf, row in zip(self._plan.outputs[extras], self._rows[t][extras], strict=True):
+            first = self._first_state(leaf.key)
+            row[where] = 0 if first is None else alike(first[where], row)
         if self._plan.state is not None:
             self._plan.state.blank_lanes(where)
+
+
+class _WithLoose(Sequence[tuple[Any, ...]]):
+    """The arguments of each step's call, some of which come to be only while the rollout is made.
+
+    Args:
+        tensors: those that stand in memory, by step of the window.
+        keys: of all arguments, in order.
+        loose: the others, by key and step of the rollout.
+        start: of the window.
+    """
+
+    def __init__(
+        self, tensors: Sequence[tuple[Any, ...]], keys: Sequence[Key], loose: Mapping[Key, Sequence[Any]], start: int
+    ) -> None:
+        self._tensors = tensors
+        self._loose = [loose.get(key) for key in keys]
+        self._start = start
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, t: Any) -> Any:
+        tensors = iter(self._tensors[t])
+        return tuple([next(tensors) if values is None else values[self._start + t] for values in self._loose])
 
 
 class RandomActor:
@@ -254,26 +307,24 @@ class RandomActor:
     Args:
         make_sampler: from a generator to a source of actions.
         generator: where its randomness comes from.
-        action_keys: the keys the actions are stored under.
+        leaves: how the actions are stored.
     """
 
     def __init__(
         self,
-        make_sampler: Callable[[np.random.Generator], ActionSampler | MaskedActionSampler],
+        make_sampler: Callable[[np.random.Generator], Sampler],
         generator: np.random.Generator,
-        action_keys: Sequence[Key],
+        leaves: Sequence[Leaf],
     ) -> None:
         self.observations: Sequence[tuple[Any, ...]] = []
         self.sampler = make_sampler(generator)
         self.call: Callable[..., Any] = tuple
         self._make_sampler = make_sampler
-        self._action_keys = action_keys
-        self._rows: list[tuple[Array, ...]] = []
-        self._arrays: list[Array] = []
-        self._once = Arrays({}, remember=False).once
-        self._masks: Array = np.zeros(0)
+        self._leaves = leaves
+        self._rows: list[tuple[Any, ...]] = []
+        self._memory: RolloutMemory | None = None
         self._times: list[tuple[int]] = []
-        self.write: Callable[[int, Any], Sequence[Array]] = self._write_drawn
+        self.write: Callable[[int, Any], Sequence[Any]] = self._write_drawn
 
     def reseed(self, generator: np.random.Generator) -> None:
         """Begins another stream."""
@@ -281,42 +332,66 @@ class RandomActor:
 
     def bind(self, memory: RolloutMemory) -> None:
         """Takes the memory of the next rollout."""
-        self._once = memory.arrays.once
-        self._arrays = [memory.arrays[key].swapaxes(0, 1) for key in self._action_keys]
-        if isinstance(self.sampler, MaskedActionSampler):
-            self._masks = memory.arrays[MASK].swapaxes(0, 1)
+        self._memory = memory
 
     def view(self, start: int, stop: int) -> None:
         """The steps that follow are these of the rollout: draws their actions, or makes views of their masks."""
-        self._rows = self._once(
-            ("random", start, stop), lambda: list(zip(*(array[start:stop] for array in self._arrays), strict=True))
+        memory = self._memory
+        assert memory is not None
+        self._rows = memory.arrays.once(
+            ("random", start, stop),
+            lambda: list(zip(*(_rows(memory, leaf, start, stop) for leaf in self._leaves), strict=True)),
         )
-        if isinstance(self.sampler, MaskedActionSampler):
-            self.observations = [(mask,) for mask in self._masks[start:stop]]
-            self.call, self.write = self.sampler.sample, self._write_drawn
-        else:
-            for array, drawn in zip(self._arrays, self.sampler.peek(stop - start, skip=start), strict=True):
-                array[start:stop] = drawn
-            if len(self._times) < stop - start:
-                self._times = [(t,) for t in range(stop - start)]
-            self.observations = self._times[: stop - start]
-            self.call, self.write = self._rows.__getitem__, _written
+        if isinstance(self.sampler, ActionSampler):
+            self._draw_ahead(self.sampler, memory, start, stop)
+            return
+        self.observations = [()] * (stop - start)
+        self.call, self.write = self.sampler.sample, self._write_drawn
+        if isinstance(self.sampler, MaskedActionSampler) and MASK in memory.arrays:
+            self.observations = [(mask,) for mask in memory.arrays[MASK].swapaxes(0, 1)[start:stop]]
+        elif isinstance(self.sampler, MaskedActionSampler):
+            sample = self.sampler.sample
+            self.observations = [(mask,) for mask in memory.tensors[MASK][:, start:stop].unbind(1)]
+            self.call = lambda mask: sample(mask.cpu().numpy())
+
+    def _draw_ahead(self, sampler: ActionSampler, memory: RolloutMemory, start: int, stop: int) -> None:
+        for leaf, drawn in zip(self._leaves, sampler.peek(stop - start, skip=start), strict=True):
+            if leaf.key in memory.arrays:
+                memory.arrays[leaf.key].swapaxes(0, 1)[start:stop] = drawn
+            else:
+                time = memory.tensors[leaf.key].ndim - len(leaf.shape) - 1
+                rows = torch.from_numpy(drawn.swapaxes(0, 1) if time else drawn[:, 0])
+                memory.tensors[leaf.key].narrow(time, start, stop - start).copy_(rows)
+        if len(self._times) < stop - start:
+            self._times = [(t,) for t in range(stop - start)]
+        self.observations = self._times[: stop - start]
+        self.call, self.write = self._rows.__getitem__, _written
 
     def check(self, outputs: Any) -> None:
         """Chance is always right."""
 
     def finish(self, made: int) -> None:
-        """So many steps were random; lets the memory go."""
+        """So many steps were random."""
         if isinstance(self.sampler, ActionSampler):
             self.sampler.advance(made)
-        self.observations, self._rows, self.call, self._arrays = [], [], tuple, []
-        self._masks, self._once = np.zeros(0), Arrays({}, remember=False).once
 
-    def _write_drawn(self, t: int, outputs: Sequence[Array]) -> Sequence[Array]:
+    def release(self) -> None:
+        """Lets the memory go."""
+        self.observations, self._rows, self.call, self._memory = [], [], tuple, None
+
+    def _write_drawn(self, t: int, outputs: Sequence[Any]) -> Sequence[Any]:
         rows = self._rows[t]
         for row, value in zip(rows, outputs, strict=True):
-            row[...] = value
+            _put(row, ..., value)
         return rows
+
+
+def _put(row: Any, where: Any, value: Any) -> None:
+    """Stores an array or a tensor in a row that is either."""
+    if isinstance(row, torch.Tensor):
+        value = torch.as_tensor(value, device=row.device)
+        where = torch.from_numpy(where).to(row.device) if isinstance(where, np.ndarray) else where
+    row[where] = value
 
 
 def _written(_t: int, rows: Sequence[Array]) -> Sequence[Array]:
@@ -327,37 +402,62 @@ def _written(_t: int, rows: Sequence[Array]) -> Sequence[Array]:
 class MixedActor:
     """The policy, with random actions in some lanes: both are asked, and the random ones win there.
 
+    Attributes:
+        lanes: bool `[N]`, where the action is random.
+
     Args:
         policy: asked for all lanes.
         random: asked for all lanes.
-        lanes: bool `[N]`, where the action is random.
+        lanes: as above.
     """
 
     def __init__(self, policy: PolicyActor, random: RandomActor, lanes: Array) -> None:
-        self.observations = list(zip(policy.observations, random.observations, strict=True))
+        self.observations = _Both(policy.observations, random.observations)
+        self.lanes = lanes
         self._policy = policy
         self._random = random
-        self._lanes = lanes
 
-    def call(self, observation: tuple[Any, ...], masks: tuple[Any, ...]) -> tuple[Any, list[Array]]:
+    def call(self, observation: tuple[Any, ...], masks: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         """What the policy wrote, and what chance would do."""
-        drawn = [value.copy() for value in self._random.call(*masks)]  # they may stand where the policy writes
+        drawn = [_copied(value) for value in self._random.call(*masks)]  # they may stand where the policy writes
         return self._policy.call(*observation), drawn
 
-    def check(self, outputs: tuple[Any, list[Array]]) -> None:
+    def check(self, outputs: tuple[Any, list[Any]]) -> None:
         """Holds the policy's outputs against its first ones."""
         self._policy.check(outputs[0])
 
-    def write(self, t: int, outputs: tuple[Any, list[Array]]) -> Sequence[Array]:
+    def write(self, t: int, outputs: tuple[Any, list[Any]]) -> Sequence[Any]:
         """Stores both in row t; what else the policy wrote is zero where the action is random."""
         chosen, drawn = outputs
         self._policy.prove(chosen)
         rows = self._policy.store(t, chosen)
-        self._policy.check_actions(chosen, ~self._lanes)
+        self._policy.check_actions(chosen, ~self.lanes)
         for row, value in zip(rows, drawn, strict=True):
-            row[self._lanes] = value[self._lanes]
-        self._policy.blank_extras(t, self._lanes)
+            _put(
+                row,
+                self.lanes,
+                value[torch.from_numpy(self.lanes)] if isinstance(value, torch.Tensor) else value[self.lanes],
+            )
+        self._policy.blank_extras(t, self.lanes)
         return rows
+
+
+class _Both(Sequence[tuple[Any, ...]]):
+    """Pairs of what two actors are shown."""
+
+    def __init__(self, one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> None:
+        self._one = one
+        self._other = other
+
+    def __len__(self) -> int:
+        return len(self._one)
+
+    def __getitem__(self, t: Any) -> Any:
+        return self._one[t], self._other[t]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
 
 
 def _rows(memory: RolloutMemory, leaf: Leaf, start: int, stop: int) -> Sequence[Any]:
@@ -369,10 +469,12 @@ def _rows(memory: RolloutMemory, leaf: Leaf, start: int, stop: int) -> Sequence[
     return tensor.narrow(time, start, stop - start).unbind(time)
 
 
-def _store(leaf: Leaf, shape: tuple[int, ...], example: Any) -> Callable[[Any, Any], None]:
+def _store(leaf: Leaf, shape: tuple[int, ...], example: Any, *, on_host: bool) -> Callable[[Any, Any], None]:
     """How an output of this kind gets into its row; one of another shape or dtype, which numpy would cast, does not."""
     if example is None:  # the policy was not called at construction
         return _store_any
+    if not on_host:
+        return _store_there(leaf, shape)
     if not isinstance(example, torch.Tensor):
         return _store_array
     if not (has_numpy(leaf.dtype) and has_numpy(example.dtype)):
@@ -388,6 +490,17 @@ def _store(leaf: Leaf, shape: tuple[int, ...], example: Any) -> Callable[[Any, A
         store_tensor(row, value.detach())
 
     return store_detached if example.requires_grad else store_tensor
+
+
+def _store_there(leaf: Leaf, shape: tuple[int, ...]) -> Callable[[Any, Any], None]:
+    """How an output gets into a row on another device."""
+
+    def store(row: torch.Tensor, value: Any) -> None:
+        if tuple(np.shape(value)) != shape:
+            raise TypeError(f"{leaf} expected, {np.shape(value)} came")
+        row.copy_(torch.as_tensor(value))
+
+    return store
 
 
 def _is_plain(leaf: Leaf, example: Any) -> bool:

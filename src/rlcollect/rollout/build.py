@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -12,17 +12,20 @@ from tensordict.nn import set_interaction_type
 
 from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK
-from rlcollect.envs.lanes import Lanes, open_lanes
-from rlcollect.envs.make import EnvSource, lane_sources
-from rlcollect.envs.sampling import ActionSampler, MaskedActionSampler
-from rlcollect.errors import RlcollectError, SpaceError
+from rlcollect.envs.open import open_driver
+from rlcollect.envs.sampling import ActionSampler, DrivenSampler, MaskedActionSampler
+from rlcollect.errors import OptionError, RlcollectError, SpaceError
 from rlcollect.failures import relayed, warn
-from rlcollect.layout import Layout, Leaf
+from rlcollect.interfaces import EnvDriver, ScratchDriver
+from rlcollect.layout import Key, Layout, Leaf, as_key
+from rlcollect.memory.device import DeviceSource
+from rlcollect.memory.scratch import Scratch
 from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
-from rlcollect.rollout.actors import PolicyActor, RandomActor
+from rlcollect.rollout.actors import PolicyActor, RandomActor, Sampler
 from rlcollect.rollout.checks import ActionCheck
-from rlcollect.rollout.engine import Engine
+from rlcollect.rollout.dense import DenseEngine
+from rlcollect.rollout.engine import WINDOW, Engine
 from rlcollect.rollout.policy.drafts import Observed, is_declared
 from rlcollect.rollout.policy.intake import (
     Acting,
@@ -35,24 +38,19 @@ from rlcollect.rollout.policy.intake import (
 from rlcollect.rollout.policy.plan import Plan, plan_policy
 from rlcollect.rollout.policy.probe import Calling
 from rlcollect.rollout.policy.stated import generators_of, looks_for_is_init
+from rlcollect.rollout.scratch import ScratchEngine
 from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
 
-__all__ = ["build_engine", "make_lanes", "whole_steps"]
+__all__ = ["build_engine", "make_driver", "whole_steps"]
 
 
-def make_lanes(create_env_fn: EnvSource | Sequence[EnvSource], what: What, where: Where, *, worker: int = 0) -> Lanes:
-    """Makes and resets the lanes of a worker.
-
-    Raises:
-        OptionError, SpaceError, EnvError: they do not fit.
-        What a maker, a constructor or a first reset raises, from a `WorkerError`.
-    """
-    sources = lane_sources(create_env_fn, where.num_envs, where.create_env_kwargs)
-    return open_lanes(sources, what, _optional_names(what), worker)
+def make_driver(create_env_fn: Any, what: What, where: Where, *, worker: int = 0) -> EnvDriver:
+    """Makes and resets the environments of a worker; see `open_driver`."""
+    return open_driver(create_env_fn, what, where, names=_optional_names(what), worker=worker)
 
 
 def build_engine(
-    lanes: Lanes,
+    driver: EnvDriver,
     acting: Acting,
     what: What,
     where: Where,
@@ -60,72 +58,123 @@ def build_engine(
     sink: Sink,
     *,
     steps: int,
-    batched: bool,
     worker: int = 0,
 ) -> tuple[Engine, Plan | None]:
-    """An engine over these lanes, and the plan of the policy (None: actions are random).
+    """An engine over these environments, and the plan of the policy (None: actions are random).
 
     Args:
-        lanes: made by `make_lanes`.
+        driver: made by `make_driver`.
         acting: the policy.
         what: limits and marks.
         where: devices.
         how: exploration, interruptor.
         sink: what memory is used for batches.
         steps: T of a full rollout.
-        batched: whether batches have a dimension of lanes.
         worker: number of the worker.
     """
-    num_lanes = lanes.num_lanes if batched else None
+    _check_resets(driver, what)
+    _check_place(driver, where)
+    acting.settle(driver.device)
+    rows = driver.num_rows or driver.num_lanes
+    num_lanes = driver.num_lanes if driver.lead else None
     plan = None
     if not (acting.policy is None or isinstance(acting.policy, RandomPolicy)):
-        plan = _planned(acting, lanes, num_lanes, what, where, how, worker)
+        plan = _planned(acting, driver, rows if driver.lead else None, what, where, how, worker)
         if plan.reads_is_init:
             what = replace(what, record=(*what.record, "is_init"))
-    layout = Layout(_leaves(lanes, plan, what))
-    on_cpu = where.placement.storing if where.placement.storing == CPU else None
-    source = SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers, device=on_cpu)
+    source = _source(driver, Layout(_leaves(driver, plan, what)), num_lanes, steps, what, where, sink)
+    same = SameSlot(source) if sink.return_same_td else None
     seed = torch.initial_seed()
-    engine = Engine(
-        lanes,
-        SameSlot(source) if sink.return_same_td else source,
-        policy=None
+    parts: dict[str, Any] = {
+        "policy": None
         if plan is None
         else PolicyActor(
             plan,
-            len(lanes.action_leaves),
-            batched=batched,
-            check_actions=ActionCheck(lanes.action_codec) if how.check_actions else None,
+            len(driver.action_codec.leaves),
+            batched=bool(driver.lead),
+            check_actions=ActionCheck(driver.action_codec) if how.check_actions else None,
+            on_host=driver.device == CPU,
         ),
-        random=_random_actor(
-            lanes, action_generator(seed, worker), needed=plan is None or bool(what.init_random_frames)
+        "random": _random_actor(
+            driver, action_generator(seed, worker), rows, needed=plan is None or bool(what.init_random_frames)
         ),
-        what=what,
-        how=how,
-        stream=TorchStream(torch_seed(seed, worker), acting.device),
-        worker=worker,
-    )
-    return engine, plan
+        "what": what,
+        "how": how,
+        "stream": TorchStream(torch_seed(seed, worker), acting.device),
+        "worker": worker,
+    }
+    if not _is_scratch(driver):
+        return DenseEngine(driver, same or source, **parts), plan
+    assert isinstance(source, SlotSource)  # their frames are made on the host
+    scratch = Scratch(Layout(_scratch_leaves(driver, plan)), min(2 * steps, WINDOW) + 1, rows, driver.num_lanes)
+    return ScratchEngine(driver, source, scratch=scratch, steps=steps, same=same, **parts), plan
+
+
+def _source(
+    driver: EnvDriver, layout: Layout, num_lanes: int | None, steps: int, what: What, where: Where, sink: Sink
+) -> SlotSource | DeviceSource:
+    """Where rollouts get their memory from: it lies where frames are made."""
+    if driver.device == CPU:
+        told = where.placement.storing if where.placement.storing == CPU else None
+        return SlotSource(layout, num_lanes, steps, reuse=sink.use_buffers, device=told, lead=driver.lead)
+    flags = ["done", "terminated", "truncated", *(name for name in ("step_count", "is_init") if name in what.recorded)]
+    parts = [(*key[:-1], name) for key in driver.truncated_keys for name in ("truncated", "done")]
+    on_host = [(name,) for name in flags] + [("next", *key) for key in (*driver.reward_keys, *parts)]
+    on_host += [("next", name) for name in flags]
+    on_host += [leaf.key for leaf in layout.leaves if leaf.key[0] == "collector"]
+    return DeviceSource(layout, on_host, num_lanes=num_lanes, lead=driver.lead, device=driver.device)
+
+
+def _check_place(driver: EnvDriver, where: Where) -> None:
+    if where.placement.env not in (None, driver.device):
+        raise OptionError(
+            f"env_device={str(where.placement.env)!r}: the environments make their frames on {driver.device}, and "
+            "nothing moves them. Leave it out; policy_device= says where the policy computes, storing_device= where "
+            "batches are delivered."
+        )
+
+
+def _is_scratch(driver: EnvDriver) -> TypeGuard[ScratchDriver]:
+    return driver.num_rows is not None
+
+
+def _check_resets(driver: EnvDriver, what: What) -> None:
+    """Options that reset lanes one by one need environments that can be."""
+    if driver.refuses_lane_resets is None:
+        return
+    for name, asked in (
+        ("max_frames_per_traj", what.max_frames_per_traj is not None),
+        ("reset_at_each_iter", what.reset_at_each_iter),
+    ):
+        if asked:
+            raise OptionError(f"{name}: {driver.refuses_lane_resets}")
 
 
 def _planned(
-    acting: Acting, lanes: Lanes, num_lanes: int | None, what: What, where: Where, how: How, worker: int
+    acting: Acting, driver: EnvDriver, num_lanes: int | None, what: What, where: Where, how: How, worker: int
 ) -> Plan:
     """The policy's plan; its probe leaves random states and module buffers as they were."""
-    current = {key: torch.from_numpy(array.copy()) for key, array in lanes.current.items()}
-    observation = current if num_lanes is not None else {key: tensor[0] for key, tensor in current.items()}
     policy = acting.policy
+    taken_over = _taken_over(policy, driver)
+    current = {key: torch.as_tensor(value).clone() for key, value in driver.current.items()}
+    observation: dict[Key, Any] = (
+        current if num_lanes is not None else {key: tensor[0] for key, tensor in current.items()}
+    )
     marks_first = looks_for_is_init(policy) or ("is_init" in what.recorded and not is_declared(policy))
-    observed = Observed(observation, num_lanes, lanes.whole_key, marks_first=marks_first)
+    observation = {**{key: shown[-1] for key, shown in driver.loose.items()}, **observation}
+    pool = driver.num_lanes if num_lanes is not None and num_lanes < driver.num_lanes else None
+    observed = Observed(
+        observation, num_lanes, driver.whole_key, marks_first=marks_first, pool=pool, loose=frozenset(driver.loose)
+    )
     calling = Calling(
         how.exploration_type,
         ours=_optional_names(what),
-        initial=how.initial_policy_state,  # type: ignore[arg-type]
+        initial={**taken_over, **how.initial_policy_state},  # type: ignore[dict-item]
         trusted=how.trust_policy,
         twins=how.compile_policy is None,
         wrap=policy_wrapper(how, acting.device),
         warm_calls=warm_calls(how),
-        transfer=transfer_to(acting.device, where),
+        transfer=transfer_to(acting.device, where, driver.device),
     )
     try:
         with (
@@ -133,7 +182,7 @@ def _planned(
             UntouchedBuffers(policy) as buffers,
             set_interaction_type(how.exploration_type),
         ):
-            plan = plan_policy(policy, observed, lanes.action_codec, calling)
+            plan = plan_policy(policy, observed, driver.action_codec, calling)
     except RlcollectError:
         raise
     except BaseException as error:
@@ -142,51 +191,80 @@ def _planned(
     return plan
 
 
-def _random_actor(lanes: Lanes, generator: np.random.Generator, *, needed: bool) -> RandomActor:
-    codec = lanes.action_codec
-    mask = next((leaf for leaf in lanes.leaves if leaf.key[0] == MASK[0]), None)
-    if needed and mask is not None and mask.key != MASK:
+def _taken_over(policy: Any, driver: EnvDriver) -> dict[Key, torch.Tensor]:
+    """State of the policy that the environment has among its observations, for a policy that does not carry its own."""
+    reads, writes = ({as_key(key) for key in getattr(policy, name, ())} for name in ("in_keys", "out_keys"))
+    found = {key: value for key, value in driver.primed.items() if key in reads and ("next", *key) in writes}
+    driver.leave_to_policy(found)
+    return found
+
+
+def _random_actor(driver: EnvDriver, generator: np.random.Generator, rows: int, *, needed: bool) -> RandomActor:
+    codec = driver.action_codec
+    mask = next((leaf for leaf in driver.leaves if leaf.key[0] == MASK[0]), None)
+    if needed and driver.draw is None and mask is not None and mask.key != MASK:
         raise SpaceError(
             '"action_mask" has parts in the observation space, which random actions cannot respect: it should be one '
             'array, the parts in a row. Wrap the environment, or rename it: rename_keys={"action_mask": ...}.'
         )
 
-    def make(generator: np.random.Generator) -> ActionSampler | MaskedActionSampler:
+    def make(generator: np.random.Generator) -> Sampler:
+        if driver.draw is not None:
+            return DrivenSampler(driver.draw, generator)
         if mask is None or not needed:
-            return ActionSampler(codec, lanes.num_lanes, generator)
-        return MaskedActionSampler(codec, mask, lanes.num_lanes, generator)
+            return ActionSampler(codec, rows, generator)
+        return MaskedActionSampler(codec, mask, rows, generator)
 
-    return RandomActor(make, generator, [leaf.key for leaf in codec.leaves])
+    return RandomActor(make, generator, codec.leaves)
 
 
 def _optional_names(what: What) -> list[str]:
     return [name for name in ("is_init", "step_count") if name in what.recorded]
 
 
-def _leaves(lanes: Lanes, plan: Plan | None, what: What) -> list[Leaf]:
+def _leaves(driver: EnvDriver, plan: Plan | None, what: What) -> list[Leaf]:
     """Every tensor of a frame, in the order of a batch."""
-    outputs = lanes.action_leaves if plan is None else plan.outputs
+    outputs = driver.action_codec.leaves if plan is None else plan.outputs
     flags = [Leaf((name,), (1,), torch.bool) for name in ("done", "terminated", "truncated")]
     recorded = what.recorded
     count = [Leaf(("step_count",), (1,), torch.int64)] if "step_count" in recorded else []
     first = [Leaf(("is_init",), (1,), torch.bool)] if "is_init" in recorded else []
-    after = [*lanes.leaves, Leaf(("reward",), (1,), torch.float32), *flags, *count]
+    reward, infos = _split(driver)
+    after = [*driver.leaves, *reward, *flags, *count, *infos]
     marks = [Leaf(("policy_version",), (), torch.int64)]
     if "traj_ids" in recorded:
         marks.insert(0, Leaf(("traj_ids",), (), torch.int64))
     if "worker" in recorded:
         marks.append(Leaf(("worker",), (), torch.int64))
+    if _is_scratch(driver):
+        marks.append(Leaf(("mask",), (), torch.bool))
     return [
-        *lanes.leaves,
+        *driver.leaves,
         *([] if plan is None or plan.state is None else plan.state.leaves),
         *outputs,
         *flags,
         *first,
         *count,
         *(leaf.under("next") for leaf in after),
-        *lanes.info_leaves,
         *(leaf.under("collector") for leaf in marks),
     ]
+
+
+def _scratch_leaves(driver: EnvDriver, plan: Plan | None) -> list[Leaf]:
+    """What the steps themselves give; the rest follows from it."""
+    flags = [Leaf((name,), (1,), torch.bool) for name in ("terminated", "truncated")]
+    return [
+        *driver.leaves,
+        *([] if plan is None or plan.state is None else plan.state.leaves),
+        *(driver.action_codec.leaves if plan is None else plan.outputs),
+        *(leaf.under("next") for leaf in (*driver.leaves, *driver.after_leaves, *flags)),
+    ]
+
+
+def _split(driver: EnvDriver) -> tuple[list[Leaf], list[Leaf]]:
+    """What stands under "next" alone: the reward, and the rest."""
+    rewards = [leaf for leaf in driver.after_leaves if leaf.key in driver.reward_keys]
+    return rewards, [leaf for leaf in driver.after_leaves if leaf.key not in driver.reward_keys]
 
 
 def whole_steps(name: str, frames: int, lanes: int) -> int:

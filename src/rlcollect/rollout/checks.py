@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
+from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Key, show_key
 from rlcollect.rollout.policy.distributions import Sampling
 
@@ -26,7 +26,7 @@ class ActionCheck:
         codec: how actions are stored.
     """
 
-    def __init__(self, codec: ActionCodec) -> None:
+    def __init__(self, codec: ActionForm) -> None:
         self._parts = list(zip(codec.leaves, codec.parts, strict=True))
 
     def __call__(self, actions: Sequence[Array], lanes: Array | None = None) -> None:

@@ -3,6 +3,9 @@
 A rollout is cut into *stretches* in which nothing needs deciding, and the loop runs one stretch after the other. What
 has to happen between two steps (an episode's limit, the end of a warm-up, a sampled step, an interruptor) ends a
 stretch; so the loop holds no question. It knows no workers, sinks or devices.
+
+What is the same for all drivers is here. How frames get into a batch is in the two kinds of engine: `dense`, where
+every step is a frame of every lane, and `scratch`, where it is not.
 """
 
 from __future__ import annotations
@@ -13,21 +16,20 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 from tensordict.nn import set_interaction_type
 
 from rlcollect.errors import OptionError, PolicyError
 from rlcollect.failures import relayed
-from rlcollect.interfaces import Actor, EnvDriver, Interruptor
-from rlcollect.layout import Key
+from rlcollect.interfaces import Actor, EnvDriver, Interruptor, RolloutMemory
 from rlcollect.memory.slots import Slot
 from rlcollect.options import How, What
-from rlcollect.rollout.actors import MixedActor, PolicyActor, RandomActor
+from rlcollect.rollout.actors import PolicyActor, RandomActor
 from rlcollect.rollout.episodes import Episodes
 from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler
 
-__all__ = ["Engine"]
+__all__ = ["RANDOM_VERSION", "WINDOW", "Engine", "Memory"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
@@ -52,6 +54,9 @@ class Engine:
         policy_version: written on every frame whose action the policy computes.
         warmup_left: int64 `[N]`, random frames that each lane still has to make.
         steps: steps of every lane made so far.
+        frames: in the last rollout.
+        dropped: frames that were made and will not be delivered.
+        interrupted: whether the interruptor stopped the steps that were made last.
         episodes: bookkeeping of the lanes' episodes.
         sampler: where the time went.
         stream: the torch stream of stochastic policies.
@@ -81,7 +86,10 @@ class Engine:
     ) -> None:
         self.policy_version = 0
         self.steps = 0
-        self.episodes = Episodes(driver.num_lanes, prefix=worker, record=what.recorded)
+        self.frames = 0
+        self.dropped = 0
+        self.interrupted = False
+        self.episodes = Episodes(driver.num_lanes, prefix=worker)
         self.sampler = StepSampler()
         self.stream = stream
         self.warmup_left = _shares(what.init_random_frames or 0, driver.num_lanes)
@@ -93,68 +101,91 @@ class Engine:
         self._worker = worker
         self._set_truncated = what.set_truncated
         self._recorded = what.recorded
-        self._limit = what.max_frames_per_traj
         self._interruptor: Interruptor | None = how.interruptor
-        self._mixed: MixedActor | None = None
-        self._births = np.zeros(driver.num_lanes, np.int64)  # the step with which each open episode began
-        self._seen_ends = 0
         self._window = (0, 0)  # the steps of the rollout under way for which there are views
-        self._ended_at_limit: list[tuple[int, int]] = []  # by the environment itself: both flags, as TimeLimit has it
         self._reset_at_each_iter = what.reset_at_each_iter
         self._due: set[int] = set()  # lanes to be reset before the next rollout
         self._seeds: dict[int, int] = {}  # for the next reset of a lane
 
+    may_deliver_short = False  # lanes beside others
+
     # --- a rollout ---
 
-    def rollout(self, steps: int) -> TensorDict:
-        """Makes `steps` steps of every lane, or fewer if the interruptor says so; at least one.
+    def rollout(self, steps: int, at_most: int | None = None) -> TensorDictBase:
+        """Makes `steps` frames of every lane, or fewer if the interruptor says so; at least one.
+
+        Args:
+            steps: T.
+            at_most: frames over all lanes, where that is fewer. None: no limit.
 
         Returns:
-            The frames, `[N, T]`, or `[T]` for a single lane.
+            The frames, `[*lead, T]`.
 
         Raises:
             What an environment or the policy raised, from a `WorkerError`.
         """
-        self._prepare()
-        slot = self._memory.take(steps)
+        raise NotImplementedError
+
+    def _make(self, memory: RolloutMemory, steps: int) -> int:
+        """Steps the environments so often, or fewer times; what came of it stands in memory.
+
+        Args:
+            memory: of so many steps at least.
+            steps: how many at most.
+        """
         try:
-            self._bind(slot)
+            self._bind(memory)
             with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
                 made = self._run(steps)
-            self._driver.finish(made)
+            with self._located(made):
+                self._driver.finish(made)
             if self._policy is not None:
                 self._finish_policy(self._policy, made)
-            self._fill(slot.arrays, made)
-            self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
-        except BaseException:
-            self.abandon()
-            raise
         finally:
             self._release()
-        self.steps += made
-        self.warmup_left = np.maximum(self.warmup_left - made, 0)
-        return slot.batch(made)
+        return made
 
-    def _bind(self, slot: Slot) -> None:
-        self._driver.bind(slot.arrays)
+    def _bind(self, memory: RolloutMemory) -> None:
+        self._driver.bind(memory)
         warmup = int(self.warmup_left.max())
         if self._policy is not None:
-            self._policy.bind(slot, self.episodes.ages.copy(), self._driver.ends, warming=warmup > 0)
+            self._policy.bind(
+                memory,
+                self._fresh(),
+                self._starts(),
+                self._driver.loose,
+                warming=warmup > 0,
+                row_lanes=self._row_lanes(),
+            )
             if warmup:
-                self._policy.blank(slot)
+                self._policy.blank(memory)
         if self._policy is None or warmup:
-            self._random.bind(slot)
-        self._seen_ends = 0
-        self._ended_at_limit = []
+            self._random.bind(memory)
         self._window = (0, 0)
+
+    def _row_lanes(self) -> Array | None:
+        """Whose row each is, by step; None: the lanes' own."""
+        return None
+
+    def _fresh(self) -> list[int]:
+        """The rows whose episode begins with the first step."""
+        raise NotImplementedError
+
+    def _starts(self) -> Sequence[tuple[int, int]]:
+        """(t, row) after which a row shows the first observation of an episode; it grows."""
+        return self._driver.ends
 
     def _finish_policy(self, policy: PolicyActor, made: int) -> None:
         with self._located(made):
             policy.finish(made)
-        if (wrong := policy.first_invalid(self.warmup_left, made)) is not None:
+        if (wrong := policy.first_invalid(self._policy_acts_from(made), made)) is not None:
             t, text = wrong
             with self._located(t):
                 raise PolicyError(text)
+
+    def _policy_acts_from(self, made: int) -> Array:
+        """int64 `[rows]`, the first of the steps that were made in which the policy acted."""
+        raise NotImplementedError
 
     def _open_window(self, start: int, stop: int) -> None:
         """Has views made for the steps that follow: not for a whole long rollout at once, which would cost memory."""
@@ -165,20 +196,18 @@ class Engine:
             self._policy.view(start, stop)
         if self._policy is None or start < warmup:
             self._random.view(start, stop)
-        if self._policy is not None and start < warmup:
-            self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
 
     def _release(self) -> None:
         if self._policy is not None:
             self._policy.release()
-        self._mixed = None
+        self._random.release()
 
     def _run(self, steps: int) -> int:
-        t = 0
-        while t < steps:
+        t, self.interrupted = 0, False
+        while t < (goal := self._goal(t, steps)):
             if t == self._window[1]:
-                self._open_window(t, min(steps, t + WINDOW))
-            actor, stop = self._stretch(t, self._window[1])
+                self._open_window(t, self._window_after(t, steps))
+            actor, stop = self._stretch(t, min(goal, self._window[1]))
             first = t - self._window[0]
             if self.sampler.countdown == 0:
                 stop = t + 1
@@ -189,31 +218,30 @@ class Engine:
                 self._loop(actor, first, first + stop - t)
                 self.sampler.countdown -= stop - t
             t = stop
-            if self._limit is not None:
-                self._truncate(t, self._limit)
+            self._after(t)
             if self._interruptor is not None and self._stopped(self._interruptor, t):
+                self.interrupted = True
                 break
         return t
+
+    def _goal(self, t: int, steps: int) -> int:  # noqa: ARG002
+        """How many steps are to be made, as far as is known after t of them; `steps` at most."""
+        return steps
+
+    def _window_after(self, t: int, steps: int) -> int:
+        """Where the views that are made at step t end."""
+        return min(steps, t + WINDOW)
+
+    def _after(self, t: int) -> None:
+        """What is to be done before step t."""
 
     def _stopped(self, interruptor: Interruptor, t: int) -> bool:
         with self._located(t):
             return interruptor.collection_stopped()
 
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
-        """Who acts from step t on, and the step before which something needs deciding."""
-        stop = t + 1 if self._interruptor is not None else steps
-        if self._limit is not None:
-            stop = min(stop, int(self._births.min()) + self._limit - self.steps)
-        if self._policy is None:
-            return self._random, stop
-        random_in_all, random_in_some = int(self.warmup_left.min()), int(self.warmup_left.max())
-        if t < random_in_all:
-            return self._random, min(stop, random_in_all)
-        self._policy.enter(t)
-        if t < random_in_some:
-            assert self._mixed is not None
-            return self._mixed, min(stop, random_in_some)
-        return self._policy, stop
+        """Who acts from step t on, and the step before which something needs deciding, `steps` at the latest."""
+        raise NotImplementedError
 
     def _loop(self, actor: Actor, start: int, stop: int) -> None:
         """The step loop: act, write, step. Times are those of the window."""
@@ -229,39 +257,36 @@ class Engine:
         """What is raised inside comes out with who and where: as in the loop, where a context would cost."""
         return _Located(self, t)
 
-    def _truncate(self, t: int, limit: int) -> None:
-        """Ends the episodes that have reached their limit with frame t - 1."""
-        ends = self._driver.ends
-        for end, lane in ends[self._seen_ends :]:
-            if self._births[lane] + limit == self.steps + end + 1:
-                self._ended_at_limit.append((lane, end))
-            self._births[lane] = self.steps + end + 1
-        due = np.flatnonzero(self._births + limit <= self.steps + t).tolist()
-        if due:
-            with self._located(t - 1):
-                self._driver.truncate(t - 1, due)
-            self._births[due] = self.steps + t
-        self._seen_ends = len(ends)
-
-    def _fill(self, arrays: Mapping[Key, Array], made: int) -> None:
-        """What follows from the frames, for all of them at once."""
-        for name in ("terminated", "truncated", "done"):
-            arrays[name,].fill(False)  # ended lanes were reset at once
-        next_done, truncated = arrays["next", "done"], arrays["next", "truncated"]
-        for lane, t in self._ended_at_limit:
-            truncated[lane, t] = True
-        if self._set_truncated:
-            truncated[:, made - 1] = True
-        np.logical_or(arrays["next", "terminated"], truncated, out=next_done)
-        versions = arrays["collector", "policy_version"]
-        versions.fill(RANDOM_VERSION if self._policy is None else self.policy_version)
-        if self._policy is not None and self.warmup_left.any():
-            versions[:, :made][np.arange(made) < self.warmup_left[:, None]] = RANDOM_VERSION
-        if "worker" in self._recorded:
-            arrays["collector", "worker"].fill(self._worker)
-        self.episodes.fill(arrays, made, self._driver.ends)
-
     # --- between rollouts ---
+
+    def check_reset(self, lanes: Sequence[int], *, seeded: bool, with_options: bool) -> None:
+        """Whether these lanes can be reset.
+
+        Args:
+            lanes: which.
+            seeded: whether seeds are given for them.
+            with_options: whether options are given.
+
+        Raises:
+            OptionError: they cannot be reset or seeded without the others, or take no options.
+        """
+        driver, are_all = self._driver, len({*lanes}) == self._driver.num_lanes
+        if driver.refuses_lane_resets is not None and not are_all:
+            raise OptionError(f"reset of some lanes: {driver.refuses_lane_resets}")
+        if driver.refuses_lane_seeds is not None and seeded and not are_all:
+            raise OptionError(f"reset of some lanes with a seed: {driver.refuses_lane_seeds}")
+        if driver.refuses_options is not None and with_options:
+            raise OptionError(f"reset with options: {driver.refuses_options}")
+
+    def check_seeds(self, seeds: Sequence[int]) -> None:
+        """Whether the environments take these seeds.
+
+        Raises:
+            OptionError: one is too large.
+        """
+        largest = self._driver.largest_seed
+        if largest is not None and (wrong := [seed for seed in seeds if seed > largest]):
+            raise OptionError(f"These environments take seeds up to {largest}; {wrong[0]} came.")
 
     def reset(
         self,
@@ -279,6 +304,8 @@ class Engine:
         if isinstance(seeds, int):
             seeds = [seeds] if len(lanes) == 1 else [lane_seed(seeds, self._worker, lane) for lane in lanes]
         waiting = {**self._seeds, **dict(zip(lanes, seeds or (), strict=bool(seeds)))}
+        if self._seeds and self._driver.refuses_lane_seeds is not None:
+            lanes = range(self._driver.num_lanes)  # all are due, with a seed
         kwargs = {} if options is None else {"options": dict(options)}
         try:
             with self.stream:
@@ -287,10 +314,19 @@ class Engine:
             self._due |= set(lanes)  # some were reset, and are to be again
             raise
         self.episodes.cut(lanes)
-        self._births[list(lanes)] = self.steps
         self._due -= set(lanes)
         for lane in lanes:
             self._seeds.pop(lane, None)
+
+    @property
+    def surplus(self) -> int:
+        """Frames that were made and wait for the next batch."""
+        return 0
+
+    @property
+    def warmup_owed(self) -> Array:
+        """int64 `[N]`, random frames that are still to be delivered."""
+        return self.warmup_left
 
     def forget_memory(self) -> None:
         """No rollout may come for long: memory that the user lets go of goes back to the system at once."""
@@ -346,7 +382,7 @@ class Engine:
             "seeds": dict(self._seeds),
             "policy_version": self.policy_version,
             "steps": self.steps,
-            "warmup_left": self.warmup_left.tolist(),
+            "warmup_left": self.warmup_owed.tolist(),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -360,6 +396,12 @@ class Engine:
         if len(state["warmup_left"]) != self._driver.num_lanes:
             raise OptionError(
                 f"The state is of {len(state['warmup_left'])} lanes, this collector has {self._driver.num_lanes}."
+            )
+        theirs, ours = state["env_state_dict"].keys(), self._driver.state_dict().keys()
+        if theirs != ours:
+            raise OptionError(
+                f"The state is of environments of another kind: it has {', '.join(theirs) or 'nothing'} of them, where "
+                f"these have {', '.join(ours) or 'nothing'}."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -376,6 +418,7 @@ class Engine:
 
     def relayed(self, error: BaseException, t: int) -> BaseException:
         """What to raise in the place of an exception that came in step t."""
+        t = t if self._driver.failed_step is None else self._driver.failed_step
         return relayed(error, worker=self._worker, lane=self._driver.failed_lane, step=self.steps + t)
 
 

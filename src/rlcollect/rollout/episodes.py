@@ -1,18 +1,16 @@
 """Who belongs to which episode: ids, step counts and returns of a rollout, worked out after it, all at once.
 
-The step loop only notes where episodes ended. Ids are `(worker prefix << 40) | counter`, sparse, in the order in
-which episodes began.
+The step loop only notes where episodes ended. Frames are handed over by lane, then by time, as many of each lane as
+there are. Ids are `(worker prefix << 40) | counter`, sparse, in the order in which episodes began.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-from rlcollect.layout import Key
 
 __all__ = ["Episodes"]
 
@@ -32,11 +30,9 @@ class Episodes:
     Args:
         num_lanes: N.
         prefix: the worker's number, unique among all workers there ever are.
-        record: which of "traj_ids", "step_count", "is_init" are written. (A key of that name may be the user's own.)
     """
 
-    def __init__(self, num_lanes: int, prefix: int = 0, record: Collection[str] = ()) -> None:
-        self._record = frozenset(record)
+    def __init__(self, num_lanes: int, prefix: int = 0) -> None:
         self.ages = np.zeros(num_lanes, np.int64)
         self.finished = 0
         self.returns: deque[float] = deque(maxlen=REMEMBERED)
@@ -58,57 +54,50 @@ class Episodes:
         self._next_id += count
         return np.arange(first, self._next_id)
 
-    def fill(self, arrays: Mapping[Key, Array], made: int, ends: Sequence[tuple[int, int]]) -> None:
-        """Writes what is asked for of ids, step counts and first-frame marks, and goes on to the next rollout.
+    def go_on(self, lanes: Array, times: Array, ended: Array, rewards: Array) -> tuple[Array, Array]:
+        """Takes the frames that were made since.
 
         Args:
-            arrays: the memory `[N, T, ...]`.
-            made: how many of the T steps were made.
-            ends: (t, lane) of every episode that ended, in order of time.
+            lanes: int64 `[F]`, the lane of each frame; by lane, then in the order of time.
+            times: int64 `[F]`, when each was made.
+            ended: bool `[F]`, whether it was the last of its episode.
+            rewards: `[F]`.
+
+        Returns:
+            The id of each frame's episode, and how many frames that had before it: int64 `[F]` each.
         """
-        times, lanes = _columns(ends)
-        self._remember(arrays["next", "reward"][:, :made, 0], times, lanes)
-        ids = self._forward(self._ids, times, lanes, self._new_ids(len(times)), made)
-        if "traj_ids" in self._record:
-            arrays["collector", "traj_ids"][:, :made] = ids[:, :-1]
-        self._ids = ids[:, -1].copy()
-        if self._record & {"step_count", "is_init"}:
-            self._fill_counts(arrays, made, times, lanes)
-        self.ages += made
-        self.ages[lanes] = made - 1 - times  # the latest of each lane is assigned last
+        count = len(lanes)
+        if not count:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        heads = np.flatnonzero(np.diff(lanes, prepend=-1))  # where the frames of a lane begin
+        here, last = lanes[heads], np.append(heads[1:], count) - 1
+        ends = np.flatnonzero(ended)
+        in_time = times[ends].argsort(kind="stable")
+        ids_made = np.full(len(ends) + 1, -1)  # at each end that of the next episode; the last one is never used
+        ids_made[in_time] = self._new_ids(len(ends))
+        # a piece is what lies between two of these: of one lane and one episode
+        firsts = np.union1d(heads, ends[ends + 1 < count] + 1)
+        at_head = firsts.searchsorted(heads)
+        piece_ids, born = ids_made[ends.searchsorted(firsts - 1)], firsts.copy()
+        piece_ids[at_head] = self._ids[here]
+        born[at_head] -= self.ages[here]
+        lengths = np.diff(firsts, append=count)
+        ids, counts = np.repeat(piece_ids, lengths), np.arange(count) - np.repeat(born, lengths)
+        over = ended[last]
+        self._remember(rewards, firsts, at_head, here, ends[in_time], over)
+        self.lengths.extend((counts[ends[in_time]] + 1).tolist())
+        self._ids[here] = np.where(over, ids_made[ends.searchsorted(last)], ids[last])
+        self.ages[here] = np.where(over, 0, counts[last] + 1)
+        return ids, counts
 
-    def _fill_counts(self, arrays: Mapping[Key, Array], made: int, times: Array, lanes: Array) -> None:
-        first = self._forward(-self.ages, times, lanes, times + 1, made)  # when the episode of each frame began
-        counts = np.arange(made + 1) - first
-        if "step_count" in self._record:
-            arrays["step_count",][:, :made, 0] = counts[:, :-1]
-            arrays["next", "step_count"][:, :made, 0] = counts[:, :-1] + 1
-        if "is_init" in self._record:
-            arrays["is_init",][:, :made, 0] = counts[:, :-1] == 0
-
-    @staticmethod
-    def _forward(initial: Array, times: Array, lanes: Array, values: Array, made: int) -> Array:
-        """int64 `[N, made + 1]`: the newest value at each time. Values of a lane only grow."""
-        marks = np.full((len(initial), made + 1), np.iinfo(np.int64).min)
-        marks[:, 0] = initial
-        marks[lanes, times + 1] = values
-        return np.maximum.accumulate(marks, axis=1, out=marks)
-
-    def _remember(self, rewards: Array, times: Array, lanes: Array) -> None:
-        """Returns and lengths of the episodes that ended; sums of those that go on."""
-        num_lanes, made = rewards.shape
-        heads, ends = np.arange(num_lanes) * made, lanes * made + times  # places in the rewards, lane after lane
-        starts = np.concatenate((heads, ends[times < made - 1] + 1))  # a piece is what lies between two of these
-        starts.sort()
+    def _remember(self, rewards: Array, firsts: Array, at_head: Array, here: Array, ends: Array, over: Array) -> None:
+        """Returns of the episodes that ended; sums of those that go on."""
         with np.errstate(invalid="ignore"):  # an environment may give inf, and -inf
-            sums = np.add.reduceat(rewards.ravel(), starts, dtype=np.float64)
-            sums[starts.searchsorted(heads)] += self._sums
-        pieces = starts.searchsorted(ends, side="right") - 1
-        self.returns.extend(sums[pieces].tolist())
-        self.lengths.extend((ends - starts[pieces] + 1 + self.ages[lanes] * (starts[pieces] == heads[lanes])).tolist())
-        self.finished += len(times)
-        self._sums = sums[starts.searchsorted(heads + made - 1, side="right") - 1]
-        self._sums[lanes[times == made - 1]] = 0.0
+            sums = np.add.reduceat(rewards, firsts, dtype=np.float64)
+            sums[at_head] += self._sums[here]
+        self.returns.extend(sums[firsts.searchsorted(ends, side="right") - 1].tolist())
+        self.finished += len(ends)
+        self._sums[here] = np.where(over, 0.0, sums[np.append(at_head[1:], len(firsts)) - 1])
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on after a load: counters. Open episodes do not: a load cuts them."""
@@ -125,8 +114,3 @@ class Episodes:
         self.finished = state["finished"]
         self.returns = deque(state["returns"], maxlen=REMEMBERED)
         self.lengths = deque(state["lengths"], maxlen=REMEMBERED)
-
-
-def _columns(ends: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-    pairs = np.asarray(ends, np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]

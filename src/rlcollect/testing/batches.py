@@ -26,7 +26,6 @@ _NUMBER: Final[_Form] = ((), torch.int64)
 
 _FLAGS: Final[tuple[Key, ...]] = (DONE, ("terminated",), ("truncated",))
 _NEXT_FLAGS: Final[tuple[Key, ...]] = tuple(("next", *key) for key in _FLAGS)
-_ACTION: Final[Key] = ("action",)
 _REWARD: Final[Key] = ("next", "reward")
 
 _FORMS: Final[dict[Key, _Form]] = {
@@ -41,7 +40,7 @@ _FORMS: Final[dict[Key, _Form]] = {
 }
 """Shape after the batch dimensions, and dtype, of every key that is ours."""
 
-_REQUIRED: Final[tuple[Key, ...]] = (*_FLAGS, *_NEXT_FLAGS, _REWARD)
+_REQUIRED: Final[tuple[Key, ...]] = (*_FLAGS, *_NEXT_FLAGS)
 _TRACKED: Final[tuple[Key, ...]] = tuple(key for key in _FORMS if key != _REWARD)
 _NOT_OBSERVED: Final = frozenset({"reward", "done", "terminated", "truncated", "step_count", "is_init", "info"})
 _MOST_SHOWN: Final = 8
@@ -131,7 +130,7 @@ def _observation_keys(batch: TensorDictBase) -> tuple[Key, ...]:
     """Leaves that stand both at the root and under "next", other than ours."""
     after = _leaf_keys(batch.get("next"))
     root = frozenset(_leaf_keys(batch))
-    return tuple(key for key in after if key in root and key[0] not in _NOT_OBSERVED)
+    return tuple(key for key in after if key in root and not {key[0], key[-1]} & _NOT_OBSERVED)
 
 
 def _leaf_keys(data: TensorDictBase) -> tuple[Key, ...]:
@@ -161,10 +160,13 @@ def _check_time_is_last(batch: TensorDictBase) -> None:
 
 def _check_required(batch: TensorDictBase) -> None:
     counts = (STEPS, NEXT_STEPS) if any(batch.get(key, None) is not None for key in (STEPS, NEXT_STEPS)) else ()
-    for key in (*_REQUIRED, _ACTION, *counts):
-        if batch.get(key, None) is None:
-            found = [quoted(present) for present in _leaf_keys(batch)]
-            raise InvalidBatchError(f"expected a key {quoted(key)}, found only {', '.join(found)}")
+    found = _leaf_keys(batch)
+    of_groups = {key[:1] for key in found if len(key) > 1 and key[0] not in ("next", "collector", "action")}
+    reward = any((*_REWARD[:1], *group, "reward") in found for group in of_groups) or _REWARD in found
+    action = any(key[0] == "action" or key[1:2] == ("action",) for key in found)
+    lacking = [*([] if reward else [_REWARD]), *([] if action else [("action",)])]
+    for key in (*(key for key in (*_REQUIRED, *counts) if batch.get(key, None) is None), *lacking):
+        raise InvalidBatchError(f"expected a key {quoted(key)}, found only {', '.join(map(quoted, found))}")
 
 
 def _check_leaf(key: Key, leaf: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

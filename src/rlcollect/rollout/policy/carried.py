@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcollect.devices import CPU
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
 from rlcollect.layout import Key, Leaf, has_numpy, is_private, show_key
 
-__all__ = ["IS_INIT", "Carried", "PolicyState"]
+__all__ = ["IS_INIT", "Carried", "PolicyState", "alike", "whole"]
 
 Array = np.ndarray[Any, Any]
 IS_INIT: Key = ("is_init",)
@@ -95,7 +94,7 @@ class PolicyState:
         self._initial_rows = [_quick(initial) for initial in self._initial]
         self._first_rows = _quick(self._first)
         self._kept = [[self._shown(pair[turn]) for pair in self._pairs] for turn in (0, 1)]
-        self._ends: Sequence[tuple[int, int]] = ()
+        self._starts: Sequence[tuple[int, int]] = ()
         self._seen = 0
         self._fresh: list[int] = []  # lanes whose episode begins with the rollout
         self._entered = False
@@ -125,18 +124,18 @@ class PolicyState:
             for turn in (0, 1)
         )
 
-    def bind(self, ages: Array, ends: Sequence[tuple[int, int]], *, keep_initial: bool = False) -> None:
+    def bind(self, fresh: Sequence[int], starts: Sequence[tuple[int, int]], *, keep_initial: bool = False) -> None:
         """A rollout begins.
 
         Args:
-            ages: `[N]`, frames that each lane's episode has had.
-            ends: (t, lane) of the episodes that end in it, in order of time; it grows.
+            fresh: lanes whose episode begins with the first step.
+            starts: (t, lane) after which a lane's next episode begins, in order of time; it grows.
             keep_initial: the initial values stay as they are, whatever became of the tensors that the user gave.
         """
         if not keep_initial:
             self._learn()
-        self._ends, self._seen = ends, 0
-        self._fresh = np.flatnonzero(ages == 0).tolist()
+        self._starts, self._seen = starts, 0
+        self._fresh = list(fresh)
         self._begin_lanes(self._fresh)
         for start, pair in zip(self._start, self._pairs, strict=True):
             start.copy_(pair[self.turn])
@@ -148,10 +147,10 @@ class PolicyState:
 
     def enter(self, t: int) -> None:
         """Frame t is next, and the policy acts."""
-        self._begin_lanes([lane for _, lane in self._ends[self._seen :]])
-        self._seen = len(self._ends)
+        self._begin_lanes([lane for _, lane in self._starts[self._seen :]])
+        self._seen = len(self._starts)
         if t:
-            newest = itertools.takewhile(lambda end: end[0] == t - 1, reversed(self._ends))
+            newest = itertools.takewhile(lambda end: end[0] == t - 1, reversed(self._starts))
             self._mark([lane for _, lane in newest])
         else:
             self._mark(self._fresh)
@@ -163,9 +162,9 @@ class PolicyState:
             self._entered = False
             return
         lanes: list[int] = []
-        if len(self._ends) != self._seen:
-            lanes = [lane for _, lane in self._ends[self._seen :]]
-            self._seen = len(self._ends)
+        if len(self._starts) != self._seen:
+            lanes = [lane for _, lane in self._starts[self._seen :]]
+            self._seen = len(self._starts)
             self._begin_lanes(lanes)
         self._mark(lanes)
 
@@ -205,19 +204,25 @@ class PolicyState:
         found = [place for place, part in enumerate(self._carried) if part.source == source]
         return self._initial[found[0]] if found else None
 
+    @property
+    def initial(self) -> dict[Key, torch.Tensor]:
+        """`[N, *shape]`, the recorded state of frames that chance acts in, by key."""
+        return {
+            part.key: initial for part, initial in zip(self._carried, self._initial, strict=True) if part.is_recorded
+        }
+
     def fill(self, memory: RolloutMemory, made: int) -> None:
         """Records the state that each of the first `made` frames was computed from."""
-        begun = [(lane, end + 1) for end, lane in self._ends if end + 1 < made]
+        begun = [(lane, end + 1) for end, lane in self._starts if end + 1 < made]
         lanes, times = [lane for lane, _ in begun], [time for _, time in begun]
         for place, part in enumerate(self._carried):
             if not part.is_recorded:
                 continue
-            now, after = _whole(memory, part.key, self._batched), _whole(memory, part.source, self._batched)
-            initial = self._initial[place].to(CPU)
-            now[:, 0] = _alike(self._start[place].to(CPU), now)
+            now, after = whole(memory, part.key, self._batched), whole(memory, part.source, self._batched)
+            now[:, 0] = alike(self._start[place], now)
             now[:, 1:made] = after[:, : made - 1]
             if begun:
-                now[lanes, times] = _alike(initial[0], now)
+                now[lanes, times] = alike(self._initial[place][0], now)
 
 
 def _everywhere(value: torch.Tensor, lanes: int) -> torch.Tensor:
@@ -229,11 +234,12 @@ def _quick(tensor: torch.Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" and has_numpy(tensor.dtype) else tensor
 
 
-def _alike(tensor: torch.Tensor, other: Any) -> Any:
-    return tensor if isinstance(other, torch.Tensor) else tensor.numpy()
+def alike(tensor: torch.Tensor, other: Any) -> Any:
+    """A tensor in the form of another value: a tensor, or an array."""
+    return tensor.to(other.device) if isinstance(other, torch.Tensor) else tensor.cpu().numpy()
 
 
-def _whole(memory: RolloutMemory, key: Key, batched: bool) -> Any:
+def whole(memory: RolloutMemory, key: Key, batched: bool) -> Any:
     """A leaf of a rollout, `[N, T, *shape]`."""
     if key in memory.arrays:
         return memory.arrays[key]

@@ -38,18 +38,23 @@ class Observed:
     """What a policy is shown.
 
     Attributes:
-        tensors: the first observation by key, `[N, *shape]`, or `[*shape]` for a single lane.
+        tensors: the first observation by key, `[N, *shape]`, or `[*shape]` for a single lane; what has no fixed form as
+            it is.
         num_lanes: N; None for a single lane.
         whole: the key under which the whole observation stands; () for a Dict space, whose keys stand at the root.
         state: the policy's own state by key, in the same shapes; None where the shape is not known yet.
         marks_first: whether a policy that takes any TensorDict finds `is_init` in it.
+        loose: the keys of what has no fixed form: no tensors, or of other shapes each time.
+        pool: of how many lanes these N are some, other ones at each step; None: they are all.
     """
 
-    tensors: Mapping[Key, torch.Tensor]
+    tensors: Mapping[Key, Any]
     num_lanes: int | None
     whole: Key
     state: Mapping[Key, torch.Tensor | None] = field(default_factory=dict)
     marks_first: bool = False
+    pool: int | None = None
+    loose: frozenset[Key] = frozenset()
 
     @property
     def lead(self) -> list[int]:
@@ -65,10 +70,11 @@ class Observed:
         """Whether a key is part of the observation, not of the policy's past."""
         return key in self.tensors
 
-    def example(self, key: Key) -> torch.Tensor | None:
+    def example(self, key: Key) -> Any:
         """The first value of a key; None if it is not known yet."""
         if key in self.tensors:
-            return self.tensors[key].clone()
+            value = self.tensors[key]
+            return value.clone() if hasattr(value, "clone") else value
         if key == IS_INIT:
             return torch.ones((*self.lead, 1), dtype=torch.bool)
         value = self.state[key]
@@ -169,13 +175,17 @@ def _draft_chain(policy: Any, observed: Observed, exploration: InteractionType, 
     written = [as_key(key) for key in policy.out_keys]
     for key in map(as_key, policy.in_keys):
         inside = [known for known in written if len(known) > len(key)]  # a group of keys that the chain makes itself
-        if not any(known[: len(key)] == key for known in (*observed.tensors, *observed.state, IS_INIT, *inside)):
+        below = any(key[: len(node)] == node for node in observed.loose)
+        known = (*observed.tensors, *observed.state, IS_INIT, *inside)
+        if not below and not any(name[: len(key)] == key for name in known):
             raise observed.lacks(key, f"the key {show_key(key)}", written)
     shown = [*observed.tensors, *observed.extras]
     program = Program(policy, exploration, observed.lead, shown, twins=twins)
     refusal = program.refusal
     if refusal is None and not all(key in (*shown, IS_INIT) for key in program.in_keys):
         refusal = "it reads a key that has parts"
+    if refusal is None and not observed.loose.isdisjoint(program.in_keys):
+        refusal = "it reads what has no fixed form"
     if refusal is not None:
         draft = _draft_tensordict(policy, observed, refusal)
         draft.program = program if isinstance(policy, TensorDictModuleBase) else None

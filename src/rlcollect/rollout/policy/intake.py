@@ -84,8 +84,14 @@ class Acting:
         module = module_of(given)
         places = [] if module is None else [tensor.device for _, tensor in _tensors(module)]
         self.device = device or (places[0] if places else CPU)
+        self._has_place = device is not None or bool(places)
         if module is not None and any(place != self.device for place in places) and device is not None:
             self.policy = _copied(given, self.device)
+
+    def settle(self, home: torch.device) -> None:
+        """A policy that is nowhere in particular computes where the environments are."""
+        if not self._has_place:
+            self.device = home
 
     def leave_out(self, buffers: Collection[str]) -> None:
         """These buffers are changed by the policy itself while it acts: they stay those of a copy."""
@@ -218,9 +224,9 @@ def take_in(policy: Any, how: How, device: torch.device | None) -> Acting:
     return Acting(policy, device)
 
 
-def transfer_to(device: torch.device, where: Where) -> Transfer:
-    """What takes tensors to the policy's device and back."""
-    return Transfer(device, copies_for(device, no_cuda_sync=where.no_cuda_sync))
+def transfer_to(device: torch.device, where: Where, home: torch.device = CPU) -> Transfer:
+    """What takes tensors from where the environments are to the policy's device and back."""
+    return Transfer(device, copies_for(device, no_cuda_sync=where.no_cuda_sync, home=home))
 
 
 def warm_calls(how: How) -> int:

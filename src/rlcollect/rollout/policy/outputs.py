@@ -12,8 +12,8 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 
 from rlcollect.devices import CPU
-from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
+from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Key, Leaf, overlap, show_key, tensordict_leaves
 
 __all__ = ["Take", "checked_leaves", "kind_of", "outputs_by_key", "take_by_keys"]
@@ -25,7 +25,7 @@ NUMBERS = (torch.Tensor, np.ndarray, np.generic, int, float)
 
 
 def outputs_by_key(
-    result: Any, out_keys: Sequence[Key] | None, inputs: set[Key], actions: ActionCodec
+    result: Any, out_keys: Sequence[Key] | None, inputs: set[Key], actions: ActionForm
 ) -> tuple[dict[Key, Any], Take | None]:
     """The outputs of one call by key, and how to take some of them from the result of a later call.
 
@@ -121,21 +121,21 @@ def _take_from_tensordict(result: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
     return values
 
 
-def _mapping(result: Mapping[Any, Any], actions: ActionCodec) -> tuple[dict[Key, Any], Take]:
+def _mapping(result: Mapping[Any, Any], actions: ActionForm) -> tuple[dict[Key, Any], Take]:
     """A mapping with an "action" is a set of outputs; any other is an action with parts, by these."""
-    whole = [leaf.key for leaf in actions.leaves] == [("action",)]
-    has_action = any(_as_tuple(name)[0] == "action" for name in result)
-    below = () if has_action or whole else ("action",)
+    known = {leaf.key for leaf in actions.leaves}
+    root = _root(actions)
+    has_action = any(_as_tuple(name)[:1] == root[:1] for name in result)
+    below = () if has_action or known == {root} else root
     is_tuple = isinstance(actions.space, spaces.Tuple)
     parts = _flat(result, tuples=is_tuple)
     form = {path for _, path, _ in parts}
     values = {(*below, *key): value for key, _, value in parts}
     paths = {(*below, *key): path for key, path, _ in parts}
-    known = {leaf.key for leaf in actions.leaves}
     if below and (stray := next((key for key in values if key not in known), None)) and known <= {*values}:
         raise PolicyError(
-            f"The policy returned an action by its parts, and {show_key(stray[1:])}, which is none of {actions.space}. "
-            'To return more than the action: {"action": {...}, "value": ...}.'
+            f"The policy returned an action by its parts, and {show_key(stray[len(below) :])}, which is none of "
+            f'{actions.space}. To return more than the action: {{{show_key(root)}: {{...}}, "value": ...}}.'
         )
 
     def take(later: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
@@ -147,6 +147,13 @@ def _mapping(result: Mapping[Any, Any], actions: ActionCodec) -> tuple[dict[Key,
         return tuple([_at(later, paths[key]) for key in keys])
 
     return values, take
+
+
+def _root(actions: ActionForm) -> Key:
+    """The key that the whole action stands under; () where there are several, one for each group of agents."""
+    keys = [leaf.key for leaf in actions.leaves]
+    roots = {key[: key.index("action") + 1] if "action" in key else key for key in keys}
+    return next(iter(roots)) if len(roots) == 1 else ()
 
 
 def _flat(mapping: Mapping[Any, Any], *, tuples: bool = False) -> list[tuple[Key, Path, Any]]:
@@ -174,12 +181,12 @@ def _at(mapping: Any, path: Path) -> Any:
     return mapping
 
 
-def _bare(result: Any, actions: ActionCodec) -> tuple[dict[Key, Any], Take | None]:
+def _bare(result: Any, actions: ActionForm) -> tuple[dict[Key, Any], Take | None]:
     keys = [leaf.key for leaf in actions.leaves]
     several = len(keys) > 1 or isinstance(actions.space, spaces.Tuple)
     if several and isinstance(result, tuple | list) and len(result) == len(keys):
         return dict(zip(keys, result, strict=True)), lambda later, _: tuple(later)
-    if keys != [("action",)]:
+    if keys != [_root(actions)]:
         raise PolicyError(
             f"The policy should return an action with the parts {', '.join(map(show_key, keys))}, as a TensorDict, a "
             f"mapping or a tuple; {kind_of(result)} came."
@@ -187,9 +194,9 @@ def _bare(result: Any, actions: ActionCodec) -> tuple[dict[Key, Any], Take | Non
     if not isinstance(result, NUMBERS):
         raise PolicyError(
             f"The policy should return an action tensor, or several outputs by name, as a TensorDict or a mapping "
-            f'({{"action": ..., "log_prob": ...}}); {kind_of(result)} came.'
+            f'({{{show_key(keys[0])}: ..., "log_prob": ...}}); {kind_of(result)} came.'
         )
-    return {("action",): result}, None
+    return {keys[0]: result}, None
 
 
 def kind_of(value: Any) -> str:
@@ -208,7 +215,7 @@ def kind_of(value: Any) -> str:
 
 def checked_leaves(
     values: Mapping[Key, Any],
-    actions: ActionCodec,
+    actions: ActionForm,
     observed: Sequence[Key],
     state: Sequence[Key],
     num_lanes: int | None,
@@ -249,9 +256,9 @@ def _check_there(values: Mapping[Key, Any], action_keys: Sequence[Key]) -> None:
     lacking = [key for key in action_keys if key not in values]
     if not lacking:
         return
-    if action_keys != [("action",)] and all(key[1:] in values for key in action_keys):
+    if all(any(key[start:] in values for start in range(1, len(key))) for key in action_keys):
         raise PolicyError(
-            "The policy returned the parts of an action at the root of its TensorDict; nest them: "
+            "The policy wrote its action, or parts of it, at the root of its TensorDict; nest what it writes: "
             f"{', '.join(map(show_key, action_keys))}."
         )
     written = [show_key(key) for key in values]
@@ -298,7 +305,7 @@ def _as_tensor(key: Key, value: Any) -> torch.Tensor:
     raise PolicyError(f"The policy writes {show_key(key)}, which should be a tensor; {kind_of(value)} came.")
 
 
-def _check_action(leaf: Leaf, value: Any, lead: tuple[int, ...], actions: ActionCodec, *, bits: bool) -> None:
+def _check_action(leaf: Leaf, value: Any, lead: tuple[int, ...], actions: ActionForm, *, bits: bool) -> None:
     wanted = (*lead, *leaf.shape)
     tensor = _as_tensor(leaf.key, value)
     real = leaf.dtype.is_floating_point

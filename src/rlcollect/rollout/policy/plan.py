@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from tensordict.nn import set_interaction_type
 
-from rlcollect.devices import CPU
-from rlcollect.envs.spaces import ALWAYS_OURS, ActionCodec
+from rlcollect.envs.spaces import ALWAYS_OURS
 from rlcollect.errors import PolicyError
+from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Key, is_private, show_key
-from rlcollect.rollout.policy.carried import IS_INIT, PolicyState
+from rlcollect.rollout.policy.carried import IS_INIT, Carried, PolicyState
 from rlcollect.rollout.policy.distributions import Sampling
 from rlcollect.rollout.policy.drafts import Observed
 from rlcollect.rollout.policy.intake import UntouchedBuffers
 from rlcollect.rollout.policy.outputs import checked_leaves, take_by_keys
+from rlcollect.rollout.policy.pooled import PooledState
 from rlcollect.rollout.policy.probe import Calling, draft_of, probe_policy
 from rlcollect.rollout.policy.state import (
     check_state,
@@ -60,7 +61,7 @@ class Plan:
         PolicyError: it reads what is not there, fails, or writes no action of this action space.
     """
 
-    def __init__(self, policy: Any, observed: Observed, actions: ActionCodec, calling: Calling) -> None:
+    def __init__(self, policy: Any, observed: Observed, actions: ActionForm, calling: Calling) -> None:
         observed, carried = declared_state(policy, observed, calling)
         probe = probe_policy(policy, observed, actions, calling)
         found = found_state(probe, observed)
@@ -79,7 +80,7 @@ class Plan:
         self.outputs = checked_leaves(
             {key: value for key, value in probe.values.items() if not is_private(key)},
             actions,
-            list(observed.tensors),
+            [key for key in observed.tensors if key not in observed.loose],
             [part.key for part in carried],
             observed.num_lanes,
             [*ALWAYS_OURS, *calling.ours, *(["is_init"] if self.reads_is_init else [])],
@@ -87,11 +88,7 @@ class Plan:
         )
         self.examples = tuple(probe.values[leaf.key] if probe.called else None for leaf in self.outputs)
         self._copies = probe.touched
-        self.state = (
-            PolicyState(carried, observed.num_lanes, calling.transfer.device, calling.initial)
-            if carried or self._past_keys
-            else None
-        )
+        self.state = _state_of(carried, observed, calling) if carried or self._past_keys else None
         self.call = self._assemble()
 
     @property
@@ -199,8 +196,10 @@ class Plan:
         lies: so that the data do not depend on the size of a batch, reals are shown in one piece. A policy that changes
         its input gets a copy.
         """
+        if loose := self._observed.loose.intersection(self.in_keys):
+            return self._prepared_loose(call, sorted(loose))
         tensors = [self._observed.tensors[key] for key in self.in_keys]
-        if self._calling.transfer.device != CPU:  # what arrives there is in one piece, and a copy
+        if self._calling.transfer.is_needed:  # what arrives there is in one piece, and a copy
             return call
         if self._copies:
             return lambda *given: call(*[tensor.clone(memory_format=torch.contiguous_format) for tensor in given])
@@ -213,6 +212,19 @@ class Plan:
         reals = [tensor.is_floating_point() for tensor in tensors]
         return lambda *given: call(
             *[tensor.contiguous() if real else tensor for tensor, real in zip(given, reals, strict=True)]
+        )
+
+    def _prepared_loose(self, call: Call, loose: Sequence[Key]) -> Call:
+        if self._calling.transfer.is_needed:
+            raise PolicyError(
+                f"The policy reads {show_key(loose[0])}, which has no fixed form and stays where the environment is; "
+                f"it cannot compute on {self._calling.transfer.device}. Leave it out (exclude_keys=)."
+            )
+        return lambda *given: call(
+            *[
+                value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+                for value in given
+            ]
         )
 
     def refresh(self) -> None:
@@ -239,7 +251,15 @@ class Plan:
             )
 
 
-def plan_policy(policy: Any, observed: Observed, actions: ActionCodec, calling: Calling | None = None) -> Plan:
+def _state_of(carried: Sequence[Carried], observed: Observed, calling: Calling) -> PolicyState:
+    device = calling.transfer.device
+    if observed.pool is None:
+        return PolicyState(carried, observed.num_lanes, device, calling.initial)
+    assert observed.num_lanes is not None
+    return PooledState(carried, observed.num_lanes, observed.pool, device, calling.initial)
+
+
+def plan_policy(policy: Any, observed: Observed, actions: ActionForm, calling: Calling | None = None) -> Plan:
     """Plans how `policy` is called; see `Plan`."""
     if not callable(policy):
         raise PolicyError(

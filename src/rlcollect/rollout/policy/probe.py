@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor, is_tensor_collection
 from tensordict.nn import InteractionType
 
 from rlcollect.devices import Transfer
-from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
-from rlcollect.layout import Key, is_private, show_key
+from rlcollect.interfaces import ActionForm
+from rlcollect.layout import Key, as_key, is_private, show_key
 from rlcollect.rollout.policy.carried import IS_INIT
 from rlcollect.rollout.policy.drafts import Draft, Observed, Whole, draft_policy, is_declared
 from rlcollect.rollout.policy.outputs import Take, outputs_by_key, take_by_keys
@@ -83,7 +83,7 @@ def _is_tensor_of(key: Key, value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (value is None and is_private(key))
 
 
-def probe_policy(policy: Any, observed: Observed, actions: ActionCodec, calling: Calling) -> Probe:
+def probe_policy(policy: Any, observed: Observed, actions: ActionForm, calling: Calling) -> Probe:
     """Calls a policy on the first observation.
 
     Modules of a chain may return mappings and arrays, which tensordict understands and a program does not: then the
@@ -119,11 +119,15 @@ def _understood(
     result: Any,
     touched: bool,
     observed: Observed,
-    actions: ActionCodec,
+    actions: ActionForm,
     calling: Calling,
 ) -> Probe:
     private = {key for key in observed.state if is_private(key)}
     shown = {*observed.tensors, *draft.in_keys} - private
+    for node in observed.loose:
+        value = observed.tensors[node]
+        if is_tensor_collection(value):
+            shown |= {(*node, *as_key(name)) for name in value.keys(True, True, is_leaf=is_leaf_nontensor)}
     if isinstance(result, TensorDictBase) and IS_INIT in draft.in_keys and not observed.is_own(IS_INIT):
         first = calling.transfer.move(torch.ones((*observed.lead, 1), dtype=torch.bool))
         if not torch.equal(result.get(IS_INIT, first), first):
@@ -135,7 +139,7 @@ def _understood(
 def _tried(policy: Any, draft: Draft, observed: Observed, calling: Calling) -> tuple[Any, bool]:
     """What the first call returns, and whether it changed its input in place."""
     arguments = [observed.example(key) for key in draft.in_keys]
-    arguments = [None if value is None else calling.transfer.move(value) for value in arguments]
+    arguments = [calling.transfer.move(value) if isinstance(value, torch.Tensor) else value for value in arguments]
     before = [version_of(tensor) for tensor in arguments if tensor is not None]
     try:
         with torch.no_grad():
@@ -148,7 +152,8 @@ def _tried(policy: Any, draft: Draft, observed: Observed, calling: Calling) -> t
 
 
 def _failure(policy: Any, draft: Draft, observed: Observed, error: Exception) -> str:
-    shown = [f"{show_key(key)} {list(observed.tensors[key].shape)}" for key in draft.in_keys if observed.is_own(key)]
+    own = [key for key in draft.in_keys if observed.is_own(key)]
+    shown = [f"{show_key(key)} {list(getattr(observed.tensors[key], 'shape', ()))}" for key in own]
     text = f"The policy failed on the first observation ({', '.join(shown)}): {type(error).__name__}: {error}"
     state = {key: value for key, value in observed.state.items() if value is not None}
     if state:
@@ -174,6 +179,6 @@ def _failure(policy: Any, draft: Draft, observed: Observed, error: Exception) ->
     return text
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: Any) -> int:
     """How often torch has written to a tensor in place; numpy's writes do not count. 0 in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+    return tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0

@@ -13,8 +13,8 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule
 from torch import nn
 
-from rlcollect.envs.spaces import ActionCodec
 from rlcollect.errors import PolicyError
+from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Key, as_key, show_key
 from rlcollect.rollout.policy.intake import module_of
 from rlcollect.rollout.policy.program import UNUSED
@@ -42,11 +42,12 @@ def generators_of(policy: Any) -> list[torch.Generator]:
 
 
 def stated_outputs(
-    policy: Any, actions: ActionCodec, lead: Sequence[int], *, trusted: bool
+    policy: Any, actions: ActionForm, lead: Sequence[int], *, trusted: bool
 ) -> dict[Key, torch.Tensor] | None:
     """Zeros for every output of a policy that declares their keys and shapes; None where one is not known.
 
-    Shapes come from `policy.spec`, of the action from the action space; a log-probability is one number a lane.
+    Shapes come from `policy.spec`, of the action from the action space; a log-probability is one number a lane, where
+    there is one action a lane, and not one of each agent.
 
     Args:
         policy: what the user passed.
@@ -58,7 +59,8 @@ def stated_outputs(
     keys = [key for key in keys if key != UNUSED]
     known = dict(_spec_leaves(getattr(policy, "spec", None), len(lead)))
     known |= {leaf.key: (leaf.shape, leaf.dtype) for leaf in actions.leaves}
-    for part in _distributions(policy):
+    one_action = all(leaf.key[0] == "action" for leaf in actions.leaves)
+    for part in _distributions(policy) if one_action else ():
         params = [known[key][1] for key in map(as_key, part.in_keys) if key in known]
         known |= {key: ((), params[0]) for key in map(as_key, part.log_prob_keys) if params and key not in known}
     if not trusted or not keys or not all(key in known for key in keys):

@@ -1,0 +1,54 @@
+"""What all drivers have in common: attributes with the values that most have, and closing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlcollect.envs.make import close_all
+from rlcollect.envs.opening import Opening
+from rlcollect.layout import Key
+
+__all__ = ["Driver"]
+
+
+class Driver:
+    """Attributes of an `EnvDriver`, see there.
+
+    Args:
+        opening: which environments are to be closed.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self.ends: list[tuple[int, int]] = []
+        self.failed_lane: int | None = None
+        self.failed_step: int | None = None
+        self.num_rows: int | None = None
+        self.truncated_keys: Sequence[Key] = ()
+        self.draw: Callable[[np.random.Generator], Sequence[Any]] | None = None
+        self.loose: Mapping[Key, Sequence[Any]] = {}
+        self.refuses_lane_resets: str | None = None
+        self.refuses_lane_seeds: str | None = None
+        self.refuses_options: str | None = None
+        self.largest_seed: int | None = None
+        self._owned = list(opening.owned)
+
+    @property
+    def primed(self) -> Mapping[Key, torch.Tensor]:
+        """Nothing: what is observed is the environment's own."""
+        return {}
+
+    def leave_to_policy(self, keys: Collection[Key]) -> None:
+        """None of the `primed`, since there are none."""
+
+    def loose_batch(self, made: int) -> Mapping[Key, Any]:  # noqa: ARG002
+        """Nothing: every observation has a form."""
+        return {}
+
+    def close(self) -> list[BaseException]:
+        """Closes the environments that were made here; instances that were passed in are their owner's."""
+        owned, self._owned = self._owned, []
+        return close_all(owned)

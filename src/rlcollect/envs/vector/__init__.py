@@ -1,0 +1,1 @@
+"""Environments that step N lanes by one call: Gymnasium's vector environments, EnvPool, simulators on tensors."""
