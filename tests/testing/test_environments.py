@@ -43,7 +43,7 @@ class TestPublicNames:
 
     def test_the_list_is_sorted_and_complete(self):
         names = {name for name in vars(rlcollect.testing) if not name.startswith("_")}
-        modules = {"batches", "breaker", "environments", "annotations"}
+        modules = {"batches", "breaker", "environments", "collection_contract", "multi_agent", "tensors", "annotations"}
         assert set(rlcollect.testing.__all__) == names - modules
 
     @pytest.mark.parametrize("module", [environments, rlcollect.testing])

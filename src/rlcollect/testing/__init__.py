@@ -1,4 +1,12 @@
-"""Probe environments and a batch check: what rlcollect tests itself with, for your own environments too.
+"""Probe environments and checks: what rlcollect tests itself with, for your own environments too.
+
+Does your environment keep the contract that collectors lean on? Every finding says what to do about it::
+
+    from rlcollect.testing import check_env
+
+    def test_my_env_keeps_the_contract():
+        report = check_env(MyEnv)
+        assert not report.broken, report
 
 Collect from your environment and let every batch be checked, each against the one before it::
 
@@ -22,6 +30,8 @@ where each row comes from:
 - `Reuser`: a `Counter` that hands out the same arrays every time;
 - `Breaker`: a `Counter` that raises, dies, hangs or sleeps where it is told to;
 - `Echo`: the last action, and so the weights that chose it;
+- `TensorTagged`: the same on torch tensors, lanes stepped by one call, as simulators on a GPU have it;
+- `TaggedAgents`, of several agents by PettingZoo's Parallel API: lane, episode, agent and step;
 - `Probe`: what they share, to make more of them.
 
 >>> from rlcollect.testing import Tagged
@@ -34,22 +44,36 @@ where each row comes from:
 
 from __future__ import annotations
 
+from rlcollect.testing._contract.entry import check_env
+from rlcollect.testing._contract.report import Finding, Level, Report
 from rlcollect.testing.batches import check_batch
 from rlcollect.testing.breaker import EXIT_CODE, Breaker, How, UnpicklableError, Where
+from rlcollect.testing.collection_contract import CollectionContract
 from rlcollect.testing.environments import Counter, Echo, End, ObservationKind, Probe, Reuser, Tagged
+from rlcollect.testing.multi_agent import Life, MaskedIn, TaggedAgents
+from rlcollect.testing.tensors import TensorTagged
 
 __all__ = [
     "EXIT_CODE",
     "Breaker",
+    "CollectionContract",
     "Counter",
     "Echo",
     "End",
+    "Finding",
     "How",
+    "Level",
+    "Life",
+    "MaskedIn",
     "ObservationKind",
     "Probe",
+    "Report",
     "Reuser",
     "Tagged",
+    "TaggedAgents",
+    "TensorTagged",
     "UnpicklableError",
     "Where",
     "check_batch",
+    "check_env",
 ]
