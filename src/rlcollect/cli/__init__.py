@@ -1,4 +1,4 @@
-"""The command line: `rlcollect collect` and `rlcollect bench`.
+"""The command line: `rlcollect collect`, `rlcollect bench` and `rlcollect check`.
 
 The only room that knows tyro and rich; `import rlcollect` brings in neither.
 """
@@ -16,6 +16,7 @@ from gymnasium.error import DependencyNotInstalled, UnregisteredEnv
 from tyro import conf
 
 from rlcollect.cli.bench import Bench
+from rlcollect.cli.check import Check
 from rlcollect.cli.collect import INTERRUPTED, Collect
 from rlcollect.errors import DatasetError, OptionError, RlcollectError, WorkerError
 
@@ -25,6 +26,7 @@ FAILED, WRONG_USAGE = 1, 2
 Command = (
     Annotated[Collect, conf.subcommand("collect", description="Collect frames of an environment into a folder.")]
     | Annotated[Bench, conf.subcommand("bench", description="Measure a collector beside a hand-written loop.")]
+    | Annotated[Check, conf.subcommand("check", description="Check that an environment keeps its contract.")]
 )
 
 

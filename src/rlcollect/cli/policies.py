@@ -8,18 +8,16 @@ What runs code of whose: `module:attribute` imports a Python module, so it runs 
 from __future__ import annotations
 
 import difflib
-import importlib
 import pickle
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
+from rlcollect.cli.modules import attribute_of, imported
 from rlcollect.cli.programs import load_program
 from rlcollect.errors import OptionError, PolicyError
 
@@ -75,49 +73,12 @@ def _named(name: str) -> Policy:
         raise OptionError(
             f"--policy takes random, module:attribute, or a FILE{PROGRAM_SUFFIX} of torch.export, not {name!r}"
         )
-    return Policy(_made(_attribute(_imported(module), attribute), name))
+    return Policy(_made(_found(module, attribute), name))
 
 
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed_import(name, error) from error  # it was found, and misses something itself
-        hint = f". Leave out the .py: {name[:-3]}:..." if name.endswith(".py") else ""
-        raise PolicyError(
-            f"--policy: there is no module {error.name!r} in {Path.cwd()} or where Python looks for modules{hint}"
-        ) from error
-    except Exception as error:
-        raise _failed_import(name, error) from error
-
-
-def _failed_import(name: str, error: Exception) -> PolicyError:
-    """Shows the user's own lines, and ends in what happened."""
-    own = error.__traceback__
-    while own is not None and (own.tb_frame.f_code.co_filename == __file__ or _is_importlib(own.tb_frame.f_code)):
-        own = own.tb_next
-    told = "".join(traceback.format_exception(type(error), error, own))
-    return PolicyError(
-        f"--policy: importing {name!r} failed\n{told}importing {name!r}: {type(error).__name__}: {error}"
-    )
-
-
-def _is_importlib(code: CodeType) -> bool:
-    return code.co_filename == importlib.__file__ or code.co_filename.startswith("<frozen importlib")
-
-
-def _attribute(module: Any, path: str) -> Any:
-    value = module
-    for name in path.split("."):
-        if not hasattr(value, name):
-            owner = f"module {module.__name__!r}" if value is module else f"{value!r}"
-            known = [known for known in dir(value) if not known.startswith("_")]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known) or 'nothing'}."
-            raise PolicyError(f"--policy: {owner} has no {name!r}. {hint}")
-        value = getattr(value, name)
-    return value
+def _found(module: str, attribute: str) -> Any:
+    found = imported(module, "--policy: ", PolicyError, ending=":...")
+    return attribute_of(found, attribute, "--policy: ", PolicyError)
 
 
 def _made(found: Any, name: str) -> Any:
