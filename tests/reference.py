@@ -150,7 +150,7 @@ def reference(
                     and env.t >= env.script[env.episode % len(env.script)][0]
                 )
                 ended.append((by_limit, lane))
-        for _, lane in sorted(ended):  # ids go by the time of the end; limits are looked at after all lanes stepped
+        for lane in sorted(lane for _, lane in ended):  # ids go by the time of the end, then by lane
             current[lane] = envs[lane].reset()[0]
             ids[lane], next_id, counts[lane] = next_id, next_id + 1, 0
     return {key: np.stack([np.stack(lane[key]) for lane in frames]) for key in frames[0]}

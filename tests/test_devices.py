@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlcollect import OptionError
+from rlcollect import Collector, OptionError
 from rlcollect.devices import CPU, CudaCopies, Placement, PlainCopies, Transfer, copies_for, device_of, resolve
+from rlcollect.testing import Counter
 
 META = torch.device("meta")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
@@ -70,15 +71,15 @@ class TestResolution:
         assert placement.policy == (policy if policy is not None else device)
         assert placement.storing == (storing if storing is not None else device)
 
-    def test_environments_stay_on_the_host(self):
+    def test_environments_are_where_they_are(self):
         assert resolve(META) == Placement(META, META)
-        assert resolve(META, env_device=CPU) == Placement(META, META)
-        assert resolve(env_device=CPU) == Placement(None, None)
+        assert resolve(META, env_device=CPU) == Placement(META, META, CPU)
+        assert resolve(env_device=CPU) == Placement(None, None, CPU)
 
     @pytest.mark.parametrize("others", [{}, {"device": META}, {"policy_device": META, "storing_device": CPU}])
-    def test_environments_elsewhere_are_refused_with_what_to_say_instead(self, others):
-        with pytest.raises(OptionError, match=r"env_device='meta'.*CPU.*policy_device=.*storing_device="):
-            resolve(env_device=META, **others)
+    def test_environments_that_are_said_to_be_elsewhere_are_refused_with_what_to_say_instead(self, others):
+        with pytest.raises(OptionError, match=r"env_device='meta'.*on cpu.*policy_device=.*storing_device="):
+            Collector(Counter, frames_per_batch=4, env_device=META, **others)
 
 
 class TestWhatMovesTensors:

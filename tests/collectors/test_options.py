@@ -366,14 +366,6 @@ class TestCreateEnvFn:
         with pytest.raises(OptionError, match=r"Lanes 0 and 1 are the same"):
             Collector(lambda: env, frames_per_batch=10, num_envs=2)
 
-    def test_a_vector_environment_is_refused_in_words_that_help(self):
-        vector = gym.vector.SyncVectorEnv([Counter, Counter])
-        with pytest.raises(OptionError, match=r"VectorEnv.*num_envs"):
-            Collector(vector, frames_per_batch=10)
-        with pytest.raises(OptionError, match=r"should return a gymnasium.Env"):
-            Collector(lambda: vector, frames_per_batch=10)
-        vector.close()
-
     @pytest.mark.parametrize("wrong", [None, 5, 1.5, object(), {"a": 1}, [None], ["CartPole-v1", 5]])
     def test_no_environment_at_all_is_refused(self, wrong):
         with pytest.raises(OptionError, match="create_env_fn must be"):
@@ -381,7 +373,7 @@ class TestCreateEnvFn:
 
     @pytest.mark.parametrize("wrong", [None, 5, "CartPole-v1", Counter])
     def test_a_callable_that_returns_none_is_refused(self, wrong):
-        with pytest.raises(OptionError, match=r"should return a gymnasium.Env"):
+        with pytest.raises(OptionError, match=r"is no environment"):
             Collector(lambda: wrong, frames_per_batch=10)
 
     def test_an_unknown_id_says_so(self):

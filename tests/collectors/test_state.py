@@ -746,6 +746,7 @@ class TestStats:
             "frames_per_second": 0.0,
             "episodes": 0,
             "policy_version": 0,
+            "dropped": 0,
         }
 
     def test_it_is_frozen(self):
@@ -847,6 +848,7 @@ class TestStats:
             "batches",
             "seconds",
             "frames_per_second",
+            "dropped",
             "episodes",
             "policy_version",
             *parts,

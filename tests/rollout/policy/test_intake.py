@@ -246,7 +246,7 @@ class TestOptions:
             *[("initial_policy_state", {"hidden": value}) for value in ("x", None, object(), ["a"])],
             *[("device", value) for value in ("nonsense", 1.5, True)],
             *[("policy_device", value) for value in ("nonsense", 1.5, True)],
-            *[("env_device", value) for value in ("nonsense", 1.5, True, "meta")],
+            *[("env_device", value) for value in ("nonsense", 1.5, True)],
         ],
         ids=lambda value: repr(value)[:30],
     )
