@@ -128,8 +128,11 @@ def same_bits(left: TensorDictBase, right: TensorDictBase) -> bool:
 
 
 def masked_rows_are_zero(batch: TensorDictBase) -> bool:
+    """Whether rows that are no frames hold zeros, and the id of no episode."""
     masked = ~mask_of(batch)
-    return all(not batch.get(key)[masked].any() for key in all_keys(batch))
+    ids = ("collector", "traj_ids")
+    others = all(not batch.get(key)[masked].any() for key in all_keys(batch) if key != ids)
+    return others and (ids not in all_keys(batch) or bool((batch.get(ids)[masked] == -1).all()))
 
 
 # --- the plain loop ---------------------------------------------------------------------------------------------------

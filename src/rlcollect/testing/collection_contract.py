@@ -113,8 +113,9 @@ class CollectionContract:
             for batch in self._checked(collector):
                 mask = mask_of(batch)
                 expect(not bool((mask[..., 1:] & ~mask[..., :-1]).any()), "a frame stands behind rows that are none")
-                zero = all(not bool(batch.get(key)[~mask].any()) for key in keys_of(batch))
-                expect(zero, "rows that are no frames are not zero")
+                others = [key for key in keys_of(batch) if key != IDS]
+                expect(not any(bool(batch.get(key)[~mask].any()) for key in others), "rows that are none are not zero")
+                expect(bool((batch[IDS][~mask] == -1).all()), "rows that are no frames have the id of an episode")
 
     def test_keys_shapes_and_dtypes(self) -> None:
         """Those of the spaces, as far as these are Gymnasium's; time comes last, and is named."""
