@@ -12,7 +12,33 @@ from rlcollect.envs.make import close_all
 from rlcollect.envs.opening import Opening
 from rlcollect.layout import Key
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "fill_next"]
+
+Array = np.ndarray[Any, Any]
+
+
+def fill_next(
+    now: Mapping[Key, Array],
+    after: Mapping[Key, Array],
+    current: Mapping[Key, Array],
+    ends: Sequence[tuple[int, int]],
+    made: int,
+) -> None:
+    """Copies what follows from the observations of a rollout: the next ones.
+
+    Args:
+        now: observations `[N, T, *shape]` by key.
+        after: next observations; those at the ends of episodes are there already.
+        current: what the lanes show after the last step, `[N, *shape]`.
+        ends: (t, lane) of the episodes that ended.
+        made: steps.
+    """
+    times, lanes = np.asarray(ends, np.int64).reshape(-1, 2).T
+    for key, shown in now.items():
+        last = after[key][lanes, times]
+        after[key][:, : made - 1] = shown[:, 1:made]
+        after[key][:, made - 1] = current[key]
+        after[key][lanes, times] = last
 
 
 class Driver:

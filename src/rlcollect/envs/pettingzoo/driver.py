@@ -16,7 +16,7 @@ import numpy as np
 
 from rlcollect.devices import CPU
 from rlcollect.envs.calls import LaneCalls
-from rlcollect.envs.driver import Driver
+from rlcollect.envs.driver import Driver, fill_next
 from rlcollect.envs.make import spaces_agree
 from rlcollect.envs.opening import Opening, at_lane
 from rlcollect.envs.pettingzoo.actions import GroupActions
@@ -224,13 +224,7 @@ class AgentLanes(Driver):
         for key, array in self._arrays_after(made - 1).items():
             if array is not self.current[key]:
                 self.current[key][...] = array
-        times, lanes = np.asarray(self.ends, np.int64).reshape(-1, 2).T
-        for key, now in self._now.items():
-            after = self._next[key]
-            last = after[lanes, times]  # how an episode ended is there already
-            after[:, : made - 1] = now[:, 1:made]
-            after[:, made - 1] = self.current[key]
-            after[lanes, times] = last
+        fill_next(self._now, self._next, self.current, self.ends, made)
         self._let_go()
 
     def reset(

@@ -137,12 +137,12 @@ class Batched(Driver):
             raise EnvError(f'info_keys names "action_mask", and the info has none of lane {self.failed_lane}.')
         return observation, mask
 
-    def take_current(self, observation: Any, info: Mapping[str, Any], lanes: Any = ...) -> None:
-        """What a reset gave becomes the current observation of these lanes."""
+    def take_current(self, observation: Any, info: Mapping[str, Any]) -> None:
+        """What a reset gave becomes the current observation of every row."""
         seen = self.seen(observation, info)
         self.whole.check(seen)
         for key, value in self.parts(seen).items():
-            self.current[key][lanes] = value[lanes]
+            self.current[key][...] = value
 
     def parts(self, seen: Any) -> dict[Key, Array]:
         """An observation of all lanes by key."""

@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlcollect.envs.calls import MASK
+from rlcollect.envs.driver import fill_next
 from rlcollect.envs.info import MISSING, info_entry
 from rlcollect.envs.opening import Opening
 from rlcollect.envs.spaces import Rows, rows_in_time
@@ -177,16 +178,7 @@ class VectorDriver(Batched):
         for key, array in self._after(made - 1).items():
             if array is not self.current[key]:
                 self.current[key][...] = array
-        ended = np.zeros((self.num_lanes, made), bool)
-        for t, lane in self.ends:
-            ended[lane, t] = True
-        for key, now in self._now.items():
-            after = self._next[key]
-            kept = {lane: after[lane, :made][ended[lane]] for lane in np.flatnonzero(ended.any(1)).tolist()}
-            after[:, : made - 1] = now[:, 1:made]
-            after[:, made - 1] = self.current[key]
-            for lane, values in kept.items():
-                after[lane, :made][ended[lane]] = values
+        fill_next(self._now, self._next, self.current, self.ends, made)
         self._now, self._next, self._rows, self._arrays = {}, {}, [], Arrays({}, remember=False)
         self._rewards = self._terminated = self._truncated = np.zeros((0, 0))
         self.infos.release()

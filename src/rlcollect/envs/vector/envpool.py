@@ -19,10 +19,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rlcollect.envs.make import close_all
 from rlcollect.envs.opening import Opening
-from rlcollect.envs.spaces import Rows, rows_in_time
 from rlcollect.envs.vector.batched import Batched, check_num_envs, in_lane_order
 from rlcollect.envs.vector.dense import MaskedResets
-from rlcollect.envs.vector.pending import PendingResets, hide_finals
+from rlcollect.envs.vector.pending import PendingResets
+from rlcollect.envs.vector.rows import ScratchRows
 from rlcollect.errors import OptionError, PolicyError
 from rlcollect.interfaces import RolloutMemory
 from rlcollect.layout import Arrays, Key, numpy_dtype
@@ -238,7 +238,7 @@ class EnvPoolMasked(_Pool, MaskedResets):
         self._all_anew(seeds, lanes)
 
 
-class EnvPoolRows(_Pool):
+class EnvPoolRows(_Pool, ScratchRows):
     """A pool that gives M of its N lanes at every step: those that are done first.
 
     Its rows are told apart by `info["env_id"]`. It is built anew for each reset, since what it has under way cannot be
@@ -249,22 +249,14 @@ class EnvPoolRows(_Pool):
         self._ids: Array = np.zeros(0, np.int32)  # the lanes of the rows that are there now
         self._generation = 0
         super().__init__(opening)
-        self.num_rows = self.rows_at_once()
         self.refuses_lane_resets: str | None = (
             "an asynchronous pool of EnvPool cannot reset single lanes, some of which are under way. Build it with "
             "batch_size=num_envs."
         )
-        self.row_lanes = np.zeros((0, self.rows_at_once()), np.int64)
-        self.is_frame = np.zeros((0, self.rows_at_once()), bool)
-        self.starts: list[tuple[int, int]] = []
-        self.fresh = list(range(self.rows_at_once()))
         self._fresh_now = self.fresh
         self._pending = np.ones(self.num_lanes, bool)  # lanes whose next row is no frame
         self._pending[self._ids] = False
         self._recv = self.env.recv
-        self._rows: list[Rows] = []
-        self._arrays = Arrays({}, remember=False)
-        self._rewards = self._terminated = self._truncated = np.zeros((0, 0))
 
     def _lane_of_row(self, t: int, row: int) -> int:
         return int(self.row_lanes[t, row])
@@ -275,9 +267,6 @@ class EnvPoolRows(_Pool):
 
     def first_answer(self) -> tuple[Any, dict[str, Any]]:
         """The first rows of a pool that has nothing under way."""
-        return self._begin_all()
-
-    def _begin_all(self) -> tuple[Any, dict[str, Any]]:
         self.env.async_reset()
         observation, info = self.env.recv(reset=True)
         self._ids = info["env_id"]
@@ -290,43 +279,24 @@ class EnvPoolRows(_Pool):
         if len(self.is_frame) != steps:
             self.row_lanes = np.zeros((steps, self.rows_at_once()), np.int64)
             self.is_frame = np.zeros((steps, self.rows_at_once()), bool)
-        self.ends, self.starts, self.failed_lane = [], [], None
         self.fresh, self.row_lanes[0] = self._fresh_now, self._ids
-        self._arrays = arrays
-        for leaf in self.leaves:
-            arrays[leaf.key][:, 0] = self.current[leaf.key]
-        self._rewards, self._terminated, self._truncated = (
-            arrays["next", name][..., 0].swapaxes(0, 1) for name in ("reward", "terminated", "truncated")
-        )
-        self.infos.bind(arrays)
-
-    def view(self, start: int, stop: int) -> None:
-        """The steps that follow are these: of a scratch memory all, from the first."""
-        arrays = {leaf.key: self._arrays[leaf.key][:, start + 1 : stop + 1] for leaf in self.leaves}
-        self._rows = self._arrays.once(("rows", start, stop), lambda: rows_in_time(self.codec, arrays))
+        self._take(arrays)
 
     def step(self, t: int, actions: Sequence[Array]) -> None:
         """Gives the lanes of row t their actions, and takes the rows that are done first."""
         self.env.send(self.batch(actions), self._ids)
         observation, reward, terminated, truncated, info = self._recv()
-        seen = self.seen(observation, info)
-        self.look(seen, reward, terminated, truncated)
+        self._write(t, observation, reward, terminated, truncated, info)
         ids = info["env_id"]
         self._ids = ids
         self.row_lanes[t + 1] = ids
-        self._rewards[t] = reward
-        self._terminated[t] = terminated
-        self._truncated[t] = truncated
-        self._rows[t][...] = seen
-        if self.infos.leaves:
-            self.infos.record(t, info)
         begins = self._pending[ids]
         np.logical_not(begins, out=self.is_frame[t + 1])
         done = np.logical_or(terminated, truncated)
         self._pending[ids] = done
         if np.count_nonzero(done):
             rows = np.flatnonzero(done)
-            hide_finals(self.leaves, self._arrays, t, rows)
+            self._hide_finals(t, rows)
             self.ends += [(t, lane) for lane in ids[rows].tolist()]
             if self.infos.leaves:
                 self.infos.episodes_ended(len(rows))
@@ -351,19 +321,11 @@ class EnvPoolRows(_Pool):
     def settle(self, made: int) -> None:
         """All is up to date after every step."""
 
-    def truncate(self, t: int, lanes: Sequence[int]) -> None:  # noqa: ARG002
-        """Refused: lanes go on by themselves."""
-        raise OptionError(str(self.refuses_lane_resets))
-
     def finish(self, made: int) -> None:
         """There were `made` steps: keeps what the rows show now, lets the memory go."""
         self._check_actions(self._arrays, made)
-        for leaf in self.leaves:
-            self.current[leaf.key][...] = self._arrays[leaf.key][:, made]
+        self._let_go(made)
         self._fresh_now = [row for t, row in self.starts if t == made - 1]
-        self._arrays, self._rows = Arrays({}, remember=False), []
-        self._rewards = self._terminated = self._truncated = np.zeros((0, 0))
-        self.infos.release()
 
     def reset(
         self,
@@ -382,7 +344,7 @@ class EnvPoolRows(_Pool):
         else:
             self._generation = 0
         self._build(in_lane_order(lanes, seeds) or [])
-        self.take_current(*self._begin_all())
+        self.take_current(*self.first_answer())
         self._fresh_now = list(range(self.rows_at_once()))
         self._pending[:] = True
         self._pending[self._ids] = False

@@ -14,38 +14,19 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from rlcollect.envs.opening import Opening
-from rlcollect.envs.spaces import Rows, rows_in_time
-from rlcollect.envs.vector.batched import Batched, in_lane_order
+from rlcollect.envs.vector.batched import in_lane_order
 from rlcollect.envs.vector.modes import base_of, refuse_finals, resets_twice
+from rlcollect.envs.vector.rows import ScratchRows
 from rlcollect.errors import EnvError, OptionError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Arrays, Key, Leaf
 
-__all__ = ["PendingResets", "hide_finals"]
+__all__ = ["PendingResets"]
 
 Array = np.ndarray[Any, Any]
 CALMING = 20  # steps
-FEW = 8  # rows that are quicker one by one than by a list of their numbers
 
 
-def hide_finals(leaves: Sequence[Leaf], arrays: Mapping[Key, Array], t: int, rows: Array) -> None:
-    """What lanes had come to with step t goes below "next", and the rows show what was shown there before.
-
-    Nothing is done from such a row, and a policy need not be able to: a mask may allow no action in a final state.
-    """
-    few = rows.tolist() if len(rows) <= FEW else None
-    for leaf in leaves:
-        now, after = arrays[leaf.key], arrays["next", *leaf.key]
-        if few is None:
-            after[rows, t] = now[rows, t + 1]
-            now[rows, t + 1] = now[rows, t]
-        else:
-            for row in few:
-                after[row, t] = now[row, t + 1]
-                now[row, t + 1] = now[row, t]
-
-
-class PendingResets(Batched):
+class PendingResets(ScratchRows):
     """The `ScratchDriver` of these environments: a row for each lane, all of which are always asked.
 
     Args:
@@ -64,11 +45,6 @@ class PendingResets(Batched):
         )
         if opening.what.reset_options is not None:
             raise OptionError(f"reset_options: {self.refuses_lane_resets}")
-        self.num_rows = self.num_lanes
-        self.row_lanes = np.zeros((0, self.num_lanes), np.int64)
-        self.is_frame = np.zeros((0, self.num_lanes), bool)
-        self.starts: list[tuple[int, int]] = []
-        self.fresh = list(range(self.num_lanes))
         self._is_fresh = np.ones(self.num_lanes, bool)
         self._done = np.zeros((1, self.num_lanes), bool)  # by row; the next row is then no frame
         self._settled = 0
@@ -77,9 +53,6 @@ class PendingResets(Batched):
         if resets_twice(self.env) and not opening.owned:
             self._calm()
             self.reset_all(None, None)
-        self._arrays = Arrays({}, remember=False)
-        self._rows: list[Rows] = []
-        self._rewards = self._terminated = self._truncated = np.zeros((0, 0))
 
     def _calm(self) -> None:
         """Steps an environment until no lane has a reset due: one that is reset before would be reset twice.
@@ -102,40 +75,21 @@ class PendingResets(Batched):
             self.row_lanes = np.broadcast_to(np.arange(self.num_lanes), (steps, self.num_lanes))
             self.is_frame = np.ones((steps, self.num_lanes), bool)
             self._done = np.concatenate((self._done[:1], np.zeros((steps - 1, self.num_lanes), bool)))
-        self.ends, self.starts, self.failed_lane = [], [], None
         self._settled = self._newest = 0
         self.fresh = np.flatnonzero(self._is_fresh).tolist()
-        self._arrays = arrays
-        for leaf in self.leaves:
-            arrays[leaf.key][:, 0] = self.current[leaf.key]
-        self._rewards, self._terminated, self._truncated = (
-            arrays["next", name][..., 0].swapaxes(0, 1) for name in ("reward", "terminated", "truncated")
-        )
-        self.infos.bind(arrays)
-
-    def view(self, start: int, stop: int) -> None:
-        """The steps that follow are these: of a scratch memory all, from the first."""
-        arrays = {leaf.key: self._arrays[leaf.key][:, start + 1 : stop + 1] for leaf in self.leaves}
-        self._rows = self._arrays.once(("rows", start, stop), lambda: rows_in_time(self.codec, arrays))
+        self._take(arrays)
 
     def step(self, t: int, actions: Sequence[Array]) -> None:
         """Steps every lane."""
         observation, reward, terminated, truncated, info = self._step(self.batch(actions))
-        seen = self.seen(observation, info)
-        self.look(seen, reward, terminated, truncated)
-        self._rewards[t] = reward
-        self._terminated[t] = terminated
-        self._truncated[t] = truncated
-        self._rows[t][...] = seen
+        self._write(t, observation, reward, terminated, truncated, info)
         done = self._done[t + 1]
         np.logical_or(terminated, truncated, out=done)
         self._newest = t + 1
         if np.count_nonzero(done):
-            hide_finals(self.leaves, self._arrays, t, np.flatnonzero(done))
+            self._hide_finals(t, np.flatnonzero(done))
         if info:
             refuse_finals(info, AutoresetMode.NEXT_STEP)
-        if self.infos.leaves:
-            self.infos.record(t, info)
 
     def audit_step(self, t: int, actions: Sequence[Array]) -> None:
         """`step`, with the time in the environment measured and its answer held against the spaces."""
@@ -166,20 +120,12 @@ class PendingResets(Batched):
                 'environment reset in another way than its metadata["autoreset_mode"] says?'
             )
 
-    def truncate(self, t: int, lanes: Sequence[int]) -> None:  # noqa: ARG002
-        """Refused: lanes go on by themselves."""
-        raise OptionError(str(self.refuses_lane_resets))
-
     def finish(self, made: int) -> None:
         """There were `made` steps: keeps what the lanes show now, lets the memory go."""
         self.settle(made)
-        for leaf in self.leaves:
-            self.current[leaf.key][...] = self._arrays[leaf.key][:, made]
+        self._let_go(made)
         self._is_fresh = ~self.is_frame[made]
         self._done[0], self._newest = self._done[made], 0
-        self._arrays, self._rows = Arrays({}, remember=False), []
-        self._rewards = self._terminated = self._truncated = np.zeros((0, 0))
-        self.infos.release()
 
     def reset(
         self, lanes: Sequence[int], seeds: Sequence[int] | None = None, kwargs: Mapping[str, Any] | None = None
