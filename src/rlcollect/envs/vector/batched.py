@@ -23,7 +23,7 @@ from rlcollect.errors import EnvError, OptionError
 from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Key, Leaf, numpy_dtype
 
-__all__ = ["Batched", "check_num_envs", "checked_reset", "in_lane_order"]
+__all__ = ["Batched", "check_num_envs", "checked_reset", "checked_step", "in_lane_order"]
 
 Array = np.ndarray[Any, Any]
 
@@ -239,13 +239,7 @@ class Batched(Driver):
         Raises:
             EnvError: it does not fit.
         """
-        if not (isinstance(result, tuple) and len(result) == 5):
-            length = f" of length {len(result)}" if isinstance(result, tuple | list) else ""
-            raise EnvError(
-                "step should return (observations, rewards, terminated, truncated, infos); "
-                f"{type(result).__name__}{length} came."
-            )
-        observation, *numbers, info = result
+        observation, *numbers, info = checked_step(result)
         self.whole.check(self.seen(observation, info))
         self.check_numbers(numbers)
 
@@ -308,6 +302,21 @@ def checked_reset(result: Any) -> tuple[Any, dict[str, Any]]:
         raise EnvError(
             f"reset should return (observations, infos), infos as a dict; {came} came. (Wrappers that turn infos into "
             "lists, as DictInfoToList, are to be left out.)"
+        )
+    return result
+
+
+def checked_step(result: Any) -> tuple[Any, ...]:
+    """What a step gave.
+
+    Raises:
+        EnvError: it is not five things.
+    """
+    if not (isinstance(result, tuple) and len(result) == 5):
+        length = f" of length {len(result)}" if isinstance(result, tuple | list) else ""
+        raise EnvError(
+            "step should return (observations, rewards, terminated, truncated, infos); "
+            f"{type(result).__name__}{length} came."
         )
     return result
 

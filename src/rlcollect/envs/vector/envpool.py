@@ -130,6 +130,11 @@ class _Pool(Batched):
         observation, *_, info = self.ask(self.batch(actions), np.asarray(lanes, np.int32))
         return self.parts(self.seen(observation, info))
 
+    def _some_anew(self, lanes: Sequence[int]) -> None:
+        """Resets these lanes, between rollouts."""
+        for key, values in self._lanes_anew(lanes).items():
+            self.current[key][list(lanes)] = values
+
     def _all_anew(self, seeds: Sequence[int] | None, lanes: Sequence[int]) -> None:
         """Resets all lanes, of another pool if there are seeds."""
         if (ordered := in_lane_order(lanes, seeds)) is not None:
@@ -186,8 +191,7 @@ class EnvPoolLanes(_Pool, PendingResets):
     ) -> None:
         """Begins a new episode in these lanes."""
         if len(lanes) < self.num_lanes:
-            for key, values in self._lanes_anew(lanes).items():
-                self.current[key][list(lanes)] = values
+            self._some_anew(lanes)
             self._is_fresh[list(lanes)] = True
             self._done[0, list(lanes)] = False
             return
@@ -232,8 +236,7 @@ class EnvPoolMasked(_Pool, MaskedResets):
     ) -> None:
         """Begins a new episode in these lanes."""
         if len(lanes) < self.num_lanes:
-            for key, values in self._lanes_anew(lanes).items():
-                self.current[key][list(lanes)] = values
+            self._some_anew(lanes)
             return
         self._all_anew(seeds, lanes)
 

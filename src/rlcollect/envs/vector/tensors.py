@@ -19,6 +19,7 @@ from rlcollect.envs.driver import Driver
 from rlcollect.envs.info import MISSING, PATIENCE, fill_of, info_entry
 from rlcollect.envs.opening import Opening
 from rlcollect.envs.spaces import REWARD, ActionCodec, check_names, renamed, space_leaf
+from rlcollect.envs.vector.batched import checked_step
 from rlcollect.envs.vector.modes import FINAL_NAMES, base_of
 from rlcollect.errors import EnvError, OptionError, SpaceError
 from rlcollect.interfaces import ActionForm, RolloutMemory
@@ -212,14 +213,9 @@ class TensorLanes(Driver):
         Raises:
             EnvError: it does not fit.
         """
-        if not (isinstance(result, tuple) and len(result) == 5):
-            length = f" of length {len(result)}" if isinstance(result, tuple | list) else ""
-            raise EnvError(
-                "step should return (observations, rewards, terminated, truncated, infos); "
-                f"{type(result).__name__}{length} came."
-            )
-        self._check(result[0])
-        for name, value in zip(("rewards", "terminated", "truncated"), result[1:4], strict=True):
+        observation, *numbers, _ = checked_step(result)
+        self._check(observation)
+        for name, value in zip(("rewards", "terminated", "truncated"), numbers, strict=True):
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != (self.num_lanes,):
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise EnvError(f"{name} should be a tensor of shape [{self.num_lanes}]; {shown} came.")
