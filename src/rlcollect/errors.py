@@ -6,6 +6,9 @@ RlcollectError
 ├── PolicyError            the policy reads or writes something that does not fit                  (also ValueError)
 ├── EnvError               an environment gave something that does not fit its spaces              (also RuntimeError)
 ├── WorkerError            something was raised where frames are made: who, where, what            (also RuntimeError)
+├── WorkerDied             a worker process ended without a word: its exit code or signal           (also RuntimeError)
+├── WorkerTimeout          a worker took longer than was allowed; nothing is lost                  (also TimeoutError)
+├── SharedMemoryError      there is less shared memory than is needed                              (also OSError)
 ├── ClosedError            a collector was used after it was shut down                             (also RuntimeError)
 ├── InvalidBatchError      a batch breaks an invariant; raised by `rlcollect.testing`              (also AssertionError)
 └── DatasetError           a dataset cannot be written or read                                     (also OSError)
@@ -23,8 +26,11 @@ __all__ = [
     "OptionError",
     "PolicyError",
     "RlcollectError",
+    "SharedMemoryError",
     "SpaceError",
+    "WorkerDied",
     "WorkerError",
+    "WorkerTimeout",
 ]
 
 
@@ -68,6 +74,38 @@ class WorkerError(RlcollectError, RuntimeError):
         self.lane = lane
         self.step = step
         self.worker_traceback = worker_traceback
+
+
+class WorkerDied(RlcollectError, RuntimeError):  # noqa: N818 - it says what happened
+    """A worker process ended without a word: killed, by `os._exit`, or by a crash in native code.
+
+    Attributes:
+        worker: its number.
+        exitcode: as `multiprocessing` has it: negative for a signal; None where it is not known.
+        stage: what it was doing.
+    """
+
+    def __init__(self, message: str, *, worker: int, exitcode: int | None, stage: str) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.exitcode = exitcode
+        self.stage = stage
+
+
+class WorkerTimeout(RlcollectError, TimeoutError):  # noqa: N818 - it says what happened
+    """Workers took longer than was allowed. They go on, and what they make is there at the next call.
+
+    Attributes:
+        workers: those that were waited for.
+    """
+
+    def __init__(self, message: str, *, workers: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.workers = workers
+
+
+class SharedMemoryError(RlcollectError, OSError):
+    """There is less shared memory than is needed."""
 
 
 class ClosedError(RlcollectError, RuntimeError):

@@ -14,7 +14,7 @@ from types import CodeType, TracebackType
 
 from rlcollect.errors import EnvError, PolicyError, RlcollectError, WorkerError
 
-__all__ = ["is_interrupt", "relayed", "warn"]
+__all__ = ["MISREAD", "is_interrupt", "relayed", "text_of", "warn"]
 
 MISREAD = (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt)
 MISFITS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
@@ -42,11 +42,11 @@ def relayed(error: BaseException, *, worker: int, lane: int | None, step: int) -
     if isinstance(error, MISFITS) and _raised_in_our_code(error):
         by_env = lane is not None or _module_of(error).startswith("rlcollect.envs.")
         kind, whose = (EnvError, "environment") if by_env else (PolicyError, "policy")
-        text = f"{where}: what the {whose} gave does not fit: {type(error).__name__}: {error}"
+        text = f"{where}: what the {whose} gave does not fit: {type(error).__name__}: {text_of(error)}"
         return _caused(kind(text), error)
     told = "".join(traceback.format_exception(error))
     report = WorkerError(
-        f"{where}: {type(error).__name__}: {error}", worker=worker, lane=lane, step=step, worker_traceback=told
+        f"{where}: {type(error).__name__}: {text_of(error)}", worker=worker, lane=lane, step=step, worker_traceback=told
     )
     if isinstance(error, MISREAD):
         return _caused(report, error)
@@ -64,6 +64,14 @@ def is_interrupt(error: BaseException) -> bool:
         return True
     last = _last(error)  # Python's own handler raises between any two instructions, code at a `raise`
     return isinstance(error, KeyboardInterrupt) and (last is None or _opcode(last) != dis.opmap["RAISE_VARARGS"])
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception, whatever its own code does."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be made: {type(failure).__name__})"
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -1,0 +1,165 @@
+"""A two-way pipe for whole messages: a Ctrl-C comes before one or after it, never in the middle."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["Channel", "Held", "Outbox"]
+
+
+class Held:
+    """Inside, no Ctrl-C is seen; it comes at the end."""
+
+    def __init__(self) -> None:
+        self._before: set[Any] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+
+class Channel:
+    """One end of a pipe, as a worker has it: sending waits until the other end has taken the message.
+
+    Args:
+        connection: of a socket pair.
+    """
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self.connection = connection
+        self._is_open = True
+
+    def send(self, message: Any) -> None:
+        """Sends a message that holds nothing of the user's.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: nobody is there.
+        """
+        self.send_bytes(pickle.dumps(message))
+
+    def send_result(self, message: Any) -> None:
+        """Sends what may hold anything.
+
+        Raises:
+            Exception: whatever pickling raises; nothing was sent then.
+        """
+        self.send_bytes(cloudpickle.dumps(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends a message that is pickled."""
+        with Held():
+            self.connection.send_bytes(data)
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError, ConnectionResetError: nobody is there.
+        """
+        with Held():
+            data = self.connection.recv_bytes()
+        return pickle.loads(data)
+
+    def receive_descriptors(self, count: int) -> list[int]:
+        """The file descriptors that follow a message."""
+        with Held():
+            return [reduction.recv_handle(self.connection) for _ in range(count)]
+
+    def has_message(self) -> bool:
+        """Whether one is there, or the end."""
+        return self._is_open and self.connection.poll(0)
+
+    def close(self) -> None:
+        """Safe to call again."""
+        if self._is_open:
+            self._is_open = False
+            self.connection.close()
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for."""
+        return self.connection.fileno()
+
+
+class Outbox(Channel):
+    """One end of a pipe, as the program has it: nothing it sends waits for anybody.
+
+    What the other end does not take at once stays here, and goes on at the next `flush`.
+    """
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        super().__init__(connection)
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._waiting: deque[memoryview | int] = deque()  # bytes, or a file descriptor of its own
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends a message that is pickled, in the form that `Connection` has."""
+        length = len(data)
+        head = struct.pack("!i", length) if length <= 0x7FFFFFFF else struct.pack("!iQ", -1, length)
+        with Held():
+            self._waiting.append(memoryview(head + data))
+        self.flush()
+
+    def send_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Sends file descriptors after a message."""
+        with Held():
+            self._waiting.extend(os.dup(fd) for fd in descriptors)
+        self.flush()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits to be taken."""
+        return bool(self._waiting)
+
+    def flush(self) -> None:
+        """Sends what the other end takes now.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: nobody is there.
+        """
+        with Held():
+            try:
+                while self._waiting:
+                    self._send_first()
+            except BlockingIOError:
+                pass
+
+    def _send_first(self) -> None:
+        first = self._waiting[0]
+        if isinstance(first, int):
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [first]))
+            self._socket.sendmsg([bytes([1])], [rights], socket.MSG_DONTWAIT)  # as `recv_handle` expects it
+            os.close(first)
+        else:
+            sent = self._socket.send(first, socket.MSG_DONTWAIT)
+            if sent < len(first):
+                self._waiting[0] = first[sent:]
+                return
+        self._waiting.popleft()
+
+    def close(self) -> None:
+        """What waits is not sent. Safe to call again."""
+        super().close()
+        self._socket.close()
+        while self._waiting:
+            if isinstance(waiting := self._waiting.popleft(), int):
+                os.close(waiting)

@@ -1,0 +1,59 @@
+"""What crosses between a pool and its workers: requests one way, one reply to each the other way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlcollect.processes.relay import Failure
+
+__all__ = ["Notice", "Reply", "Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something to be done.
+
+    Attributes:
+        id: unique in its pool.
+        body: what is to be done, pickled.
+        in_turn: whether it waits for those that came before; else it comes first among those that wait.
+        descriptors: how many file descriptors follow.
+    """
+
+    id: int
+    body: bytes
+    in_turn: bool
+    descriptors: int
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A warning that was given in a worker.
+
+    Attributes:
+        category: its class.
+        text: its text.
+    """
+
+    category: type[Warning]
+    text: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a request.
+
+    Attributes:
+        id: the request's.
+        worker: whose it is.
+        value: the result; None with a failure.
+        failure: what was raised.
+        notices: the warnings that were given.
+    """
+
+    id: int
+    worker: int
+    value: Any
+    failure: Failure | None
+    notices: tuple[Notice, ...] = ()

@@ -1,0 +1,267 @@
+"""The program's side of its worker processes: starts them, sends requests, gathers replies, notices deaths, ends them.
+
+Every wait wakes on a reply, on a death, or when its time is up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rlcollect.errors import ClosedError, WorkerDied
+from rlcollect.processes.arena import Arena
+from rlcollect.processes.board import Board, Row
+from rlcollect.processes.channel import Held, Outbox
+from rlcollect.processes.crossing import packed
+from rlcollect.processes.launch import launch
+from rlcollect.processes.messages import Reply, Request
+from rlcollect.processes.serve import Handler, serve
+
+__all__ = ["ProcessPool"]
+
+LET_GO, TERMINATE, KILL = 0.5, 1.5, 1.0  # seconds that each way of ending a process is given
+
+
+class ProcessPool:
+    """Worker processes. All are started at once, and each makes what handles its commands by itself.
+
+    Attributes:
+        board: what each is doing.
+
+    Args:
+        count: how many.
+        make: a function of a module: from a worker's number and its row of the board to a `Handler`.
+        method: how processes are started.
+        stages: what workers may be doing.
+        name: of the processes, with their number after it.
+        preload: a module for the server of processes to import.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        make: Callable[[int, Row], Handler],
+        *,
+        method: str,
+        stages: Sequence[str],
+        name: str = "worker",
+        preload: str | None = None,
+    ) -> None:
+        self._processes: list[BaseProcess] = []
+        self._channels: list[Outbox] = []
+        self._next_id = 0
+        self._is_open = True
+        self._owner = os.getpid()
+        self._gone: list[int] = []
+        self._heard: list[Reply] = []
+        self._page = Arena(Board.nbytes(count))
+        self.board = Board(self._page.buffer, stages)
+        try:
+            for worker in range(count):
+                here, there = multiprocessing.Pipe(duplex=True)
+                with there:
+                    args = (worker, tuple(stages), make)
+                    inherited = [*[channel.connection for channel in self._channels], here]
+                    process = launch(
+                        method, serve, there, args, name=f"{name}-{worker}", preload=preload, inherited=inherited
+                    )
+                self._processes.append(process)
+                self._channels.append(Outbox(here))
+            for worker, channel in enumerate(self._channels):
+                self._sent(worker, channel, self._page.nbytes, [self._page.fd])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def submit(self, worker: int, command: Any, *, in_turn: bool = True, descriptors: Sequence[int] = ()) -> int:
+        """Sends a command; its reply has the number that is returned.
+
+        Args:
+            worker: who is to do it.
+            command: what; by value, unless it has `is_plain`.
+            in_turn: after those that were sent before; else as soon as the one under way is done.
+            descriptors: file descriptors that go with it.
+
+        Raises:
+            OptionError: it cannot be pickled. Nothing was sent.
+            WorkerDied: nobody is there.
+        """
+        is_plain = getattr(command, "is_plain", False)
+        body = pickle.dumps(command) if is_plain else packed(command, getattr(command, "title", "command"))
+        self._next_id += 1
+        request = Request(self._next_id, body, in_turn, len(descriptors))
+        self._sent(worker, self._channels[worker], request, descriptors)
+        return self._next_id
+
+    def withdraw(self, worker: int) -> int:
+        """The commands that wait for their turn there are not to be done; each gets its reply nevertheless."""
+        return self.submit(worker, None, in_turn=False)
+
+    def ready(self, timeout: float | None) -> list[Reply]:
+        """The replies that are there; waits for one, if there is none.
+
+        Args:
+            timeout: seconds; None: for as long as the workers live. After it: no replies.
+
+        Raises:
+            WorkerDied: a worker is gone.
+        """
+        try:
+            return self._ready(timeout)
+        except (OSError, ValueError) as error:
+            if self._is_open:
+                raise
+            raise ClosedError("It was shut down while its workers were waited for.") from error
+
+    def _ready(self, timeout: float | None) -> list[Reply]:
+        if self._heard:
+            return self._heard
+        if self._gone:
+            raise self._died(self._gone[0])
+        deadline = None if timeout is None else time.monotonic() + timeout
+        speaking, ended = self._awake(timeout)
+        while not (speaking or ended) and (deadline is None or time.monotonic() < deadline):  # something was sent on
+            speaking, ended = self._awake(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with Held():  # what is received is kept
+            heard = {worker for worker in speaking if self._received(worker)}
+        gone = [worker for worker in speaking if worker not in heard]
+        gone += [worker for worker in ended if worker not in speaking]
+        if gone and not heard:
+            raise self._died(gone[0])
+        self._gone = self._gone or gone  # when what the others had to say is heard
+        return self._heard
+
+    def done(self) -> None:
+        """What `ready` gave was taken; until then it gives the same."""
+        self._heard = []
+
+    def _awake(self, timeout: float | None) -> tuple[list[int], list[int]]:
+        """Workers that have said something, and workers that have ended; sends what waits to be sent meanwhile."""
+        speak: dict[int, bool] = {}
+        take: dict[int, bool] = {}
+        end: dict[int, bool] = {}
+        with selectors.PollSelector() as selector:
+            for worker, (channel, process) in enumerate(zip(self._channels, self._processes, strict=True)):
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.is_behind else 0)
+                selector.register(channel.fileno(), events, (speak, worker))
+                selector.register(process.sentinel, selectors.EVENT_READ, (end, worker))
+            for key, events in selector.select(timeout):
+                kind, worker = key.data
+                if events & selectors.EVENT_READ:
+                    kind[worker] = True
+                if events & selectors.EVENT_WRITE:
+                    take[worker] = True
+        for worker in take:
+            self._flushed(worker)
+        return sorted(speak), sorted(end)
+
+    def _flushed(self, worker: int) -> None:
+        try:
+            self._channels[worker].flush()
+        except ConnectionError:
+            return  # its end is noticed where it is looked for
+
+    def told(self, worker: int) -> str:
+        """What a worker is doing, in words."""
+        return f"worker {worker} ({self.board.told(worker)})"
+
+    def shutdown(self, timeout: float = LET_GO) -> None:
+        """Ends the workers: they close what they hold; those that do not are terminated, then killed. Safe to repeat.
+
+        Args:
+            timeout: seconds that a worker may take for the command under way.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        for channel in self._channels:
+            channel.close()
+        if os.getpid() != self._owner:  # a copy, in a process that was forked from the program
+            return
+        ends: list[tuple[Callable[[BaseProcess], None], float]] = [
+            (_let_go, timeout),
+            (_terminate, TERMINATE),
+            (_kill, KILL),
+        ]
+        try:
+            for end, seconds in ends:
+                self._end_all(end, seconds)
+        finally:  # a Ctrl-C here means at once
+            for process in self._processes:
+                if process.is_alive():
+                    process.kill()
+            self._forget_all()
+
+    def _end_all(self, end: Callable[[BaseProcess], None], seconds: float) -> None:
+        living = [process for process in self._processes if process.is_alive()]
+        deadline = time.monotonic() + seconds
+        for process in living:
+            end(process)
+        for process in living:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def _forget_all(self) -> None:
+        for process in self._processes:
+            if not process.is_alive():
+                process.close()
+        self._processes = []
+        self.board.let_go()
+        self._page.let_go()
+
+    def _sent(self, worker: int, channel: Outbox, message: Any, descriptors: Sequence[int]) -> None:
+        try:
+            channel.send(message)
+            channel.send_descriptors(descriptors)
+        except (BrokenPipeError, ConnectionError) as error:
+            raise self._died(worker) from error
+
+    def _received(self, worker: int) -> bool:
+        """Whether it had something to say."""
+        try:
+            self._heard.append(self._channels[worker].receive())
+        except (EOFError, ConnectionError):
+            return False
+        return True
+
+    def _died(self, worker: int) -> WorkerDied:
+        process = self._processes[worker]
+        process.join(KILL)
+        code, stage = process.exitcode, self.board.stage(worker)
+        number = (
+            -code if code is not None and code < 0 else (code or 0) - 128
+        )  # it may end by itself when it is told to
+        if number in signal.valid_signals():
+            how = f"was killed by {signal.Signals(number).name}"
+            if number == signal.SIGKILL:
+                how += " (by somebody, or by the system for lack of memory)"
+        else:
+            how = f"ended by itself with exit code {code}, without an exception"
+        return WorkerDied(
+            f"worker {worker} {how} while {stage}. The others are stopped. Look at its standard error for what native "
+            "code wrote; run the same environment and policy in a Collector, which needs no process, to find out more.",
+            worker=worker,
+            exitcode=code,
+            stage=stage,
+        )
+
+
+def _let_go(process: BaseProcess) -> None:
+    """Its pipe is closed: it ends when it looks."""
+
+
+def _terminate(process: BaseProcess) -> None:
+    process.terminate()
+
+
+def _kill(process: BaseProcess) -> None:
+    process.kill()
