@@ -1,0 +1,1 @@
+"""Weights on their way to workers: published in versions, taken whole."""
