@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlcollect.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from rlcollect.collectors.single import Collector
 from rlcollect.errors import (
     ClosedError,
@@ -11,17 +12,21 @@ from rlcollect.errors import (
     OptionError,
     PolicyError,
     RlcollectError,
+    SharedMemoryError,
     SpaceError,
+    WorkerDied,
     WorkerError,
+    WorkerTimeout,
 )
 from rlcollect.interfaces import Interruptor
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import ExplorationType, exploration_type, set_exploration_type
 from rlcollect.rollout.policy.intake import RandomPolicy
 from rlcollect.rollout.policy.recurrent import RecurrentModule
-from rlcollect.stats import Spread, Stats, TimeShares
+from rlcollect.stats import Spread, Stats, Threads, TimeShares
 
 __all__ = [
+    "AsyncCollector",
     "ClosedError",
     "Collector",
     "DatasetError",
@@ -29,22 +34,35 @@ __all__ = [
     "ExplorationType",
     "Interruptor",
     "InvalidBatchError",
+    "MultiAsyncCollector",
+    "MultiSyncCollector",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "OptionError",
     "PolicyError",
     "RandomPolicy",
     "RecurrentModule",
     "RlcollectError",
+    "SharedMemoryError",
     "SpaceError",
     "Spread",
     "Stats",
     "SyncDataCollector",
+    "Threads",
     "TimeShares",
+    "WorkerDied",
     "WorkerError",
+    "WorkerTimeout",
+    "aSyncDataCollector",
     "exploration_type",
     "set_exploration_type",
     "split_trajectories",
 ]
 
-SyncDataCollector = Collector  # TorchRL's older name for it
+# TorchRL's older names for them
+SyncDataCollector = Collector
+MultiSyncDataCollector = MultiSyncCollector
+MultiaSyncDataCollector = MultiAsyncCollector
+aSyncDataCollector = AsyncCollector  # noqa: N816
 
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ import torch
 
 from rlcollect.layout import Arrays, Key, Leaf
 
-__all__ = ["ActionForm", "Actor", "EnvDriver", "Interruptor", "RolloutMemory", "ScratchDriver"]
+__all__ = ["ActionForm", "Actor", "EnvDriver", "Interruptor", "RolloutMemory", "ScratchDriver", "WorkerPool"]
 
 Array = np.ndarray[Any, Any]
 
@@ -50,6 +50,7 @@ class EnvDriver(Protocol):
     episode ended is reset before `step` returns. Times are those of the rollout, except in the steps themselves.
 
     Attributes:
+        envs: the environments, as they were made.
         num_lanes: N.
         num_rows: of a `ScratchDriver`, M; None: every step is a frame of every lane.
         lead: the batch dimensions before time: `()` for a single environment, else `(N,)` or dimensions that make N.
@@ -73,6 +74,7 @@ class EnvDriver(Protocol):
         largest_seed: that the environments take; None: any.
     """
 
+    envs: Sequence[Any]
     num_lanes: int
     num_rows: int | None
     lead: tuple[int, ...]
@@ -203,3 +205,47 @@ class Interruptor(Protocol):
 
     def collection_stopped(self) -> bool:
         """Whether it was asked to stop."""
+
+
+class WorkerPool(Protocol):
+    """Workers, wherever they are. Each command gets one reply, with its number.
+
+    A worker does commands one after the other. What a command raises comes as a reply, or is raised by `ready`.
+    """
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def submit(self, worker: int, command: Any, *, in_turn: bool = True, descriptors: Sequence[int] = ()) -> int:
+        """Has a command done.
+
+        Args:
+            worker: by whom.
+            command: what.
+            in_turn: after all that were submitted before; else before those that wait for their turn.
+            descriptors: file descriptors that go with it.
+
+        Returns:
+            Its number.
+        """
+
+    def withdraw(self, worker: int) -> int:
+        """Commands that wait for their turn are not to be done: they get replies that say so, before this one's."""
+
+    def ready(self, timeout: float | None) -> Sequence[Any]:
+        """The replies that have come; waits for one where there are none. None after `timeout` seconds.
+
+        The same are given again until `done` says that they were taken: a Ctrl-C in between loses none.
+
+        Raises:
+            WorkerDied: a worker is gone, and will not reply.
+        """
+
+    def done(self) -> None:
+        """The replies that `ready` gave were taken."""
+
+    def told(self, worker: int) -> str:
+        """What a worker is doing, in words."""
+
+    def shutdown(self, timeout: float = ...) -> None:
+        """Ends the workers, within a few seconds. Safe to call again."""

@@ -1,7 +1,8 @@
 """The options of a collector: each declared, documented and checked in this file, and nowhere else.
 
 Four frozen value objects carry them through the house: `What` to collect, `Where` the frames are made, `How` actions
-are chosen, and the `Sink` that takes the batches. A collector's flat constructor is made from their fields
+are chosen, and the `Sink` that takes the batches. What only some kinds have is in `Workers` (processes) and `Stacking`
+(batches of several workers). A collector's flat constructor is made from their fields
 (`collectors.base`). To add an option: a field here, its use in the room that needs it, a test.
 
 This module knows no room of the house; it checks values, not environments.
@@ -30,8 +31,10 @@ __all__ = [
     "ExplorationType",
     "How",
     "Sink",
+    "Stacking",
     "What",
     "Where",
+    "Workers",
     "exploration_type",
     "option_fields",
     "parse_options",
@@ -50,11 +53,18 @@ ELSEWHERE = {  # names that users of this field may try
     **dict.fromkeys(
         (
             *("replay_buffer", "extend_buffer", "weight_updater", "weight_sync_schemes"),
-            *("trajs_per_batch", "pre_collect_hook", "post_collect_hook"),
+            *("trajs_per_batch", "preemptive_threshold"),
         ),
         LATER,
     ),
 }
+ALIASES = {  # the same under another name
+    "num_collectors": "num_workers",
+    "update_after_each_batch": "update_at_each_batch",
+}
+WORKERS_ONLY = "there is one worker, in this process; it is an option of MultiSyncCollector, MultiAsyncCollector and "
+WORKERS_ONLY += "AsyncCollector"
+DEVICES = ("device", "policy_device", "env_device", "storing_device")
 RECORDABLE = ("is_init", "step_count", "worker")
 
 
@@ -127,6 +137,20 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     except ValueError:  # some builtins have no signature
         return True
     return True
+
+
+def _seconds(name: str, value: Any) -> None:
+    if not (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+        raise OptionError(f"{name} must be a positive number of seconds, or None, not {value!r}.")
+
+
+def _of_worker(name: str, given: Any, worker: int, workers: int) -> Any:
+    """One of several values, if there are several."""
+    if not isinstance(given, list | tuple):
+        return given
+    if len(given) != workers:
+        raise OptionError(f"{name} is a list of {len(given)}, and there are {workers} workers.")
+    return given[worker]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,25 +274,29 @@ class Where:
         None,
     )
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
-        "Keyword arguments for the maker (or for `gymnasium.make`): one mapping, or one for each lane.", None
+        "Keyword arguments for the maker (or for `gymnasium.make`): one mapping, or one for each lane (where there are "
+        "several workers: for each worker).",
+        None,
     )
     masked_reset: bool | None = _option(
         'Whether a vector environment resets the lanes that `options={"reset_mask": mask}` names, and leaves the '
         "others untouched. None: as is known of Gymnasium's own.",
         None,
     )
-    device: torch.device | str | int | None = _option(
-        "Stands for `policy_device` and `storing_device` where these are not given.", None
+    device: torch.device | str | int | Sequence[Any] | None = _option(
+        "Stands for `policy_device` and `storing_device` where these are not given. Where there are several workers, "
+        "each of the four may be a list, of one device a worker.",
+        None,
     )
-    policy_device: torch.device | str | int | None = _option(
+    policy_device: torch.device | str | int | Sequence[Any] | None = _option(
         "Where the policy computes. A module whose weights are elsewhere is copied there, and "
         "`update_policy_weights_()` copies them again. None: where its weights are.",
         None,
     )
-    env_device: torch.device | str | int | None = _option(
+    env_device: torch.device | str | int | Sequence[Any] | None = _option(
         "Where environments make their frames, to be held against where they do. Nothing moves them.", None
     )
-    storing_device: torch.device | str | int | None = _option(
+    storing_device: torch.device | str | int | Sequence[Any] | None = _option(
         "Device of the delivered batches. None: where they were made.", None
     )
     no_cuda_sync: bool = _option(
@@ -277,7 +305,7 @@ class Where:
         False,
     )
 
-    placement: Placement = dataclasses.field(init=False, repr=False)
+    placement: Placement = dataclasses.field(init=False, repr=False, default=Placement(None, None))
 
     def __post_init__(self) -> None:
         if self.num_envs is not None:
@@ -289,12 +317,36 @@ class Where:
         _flag("no_cuda_sync", self.no_cuda_sync)
         if self.masked_reset is not None:
             _flag("masked_reset", self.masked_reset)
-        for name in ("device", "policy_device", "env_device", "storing_device"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, device_of(name, getattr(self, name)))
-        object.__setattr__(
-            self, "placement", resolve(self.device, self.policy_device, self.env_device, self.storing_device)
-        )
+        for name in DEVICES:
+            device = getattr(self, name)
+            if isinstance(device, list | tuple):
+                devices = tuple(None if each is None else device_of(name, each) for each in device)
+                object.__setattr__(self, name, devices)
+            elif device is not None:
+                object.__setattr__(self, name, device_of(name, device))
+        if not self.is_split:
+            object.__setattr__(self, "placement", resolve(*(getattr(self, name) for name in DEVICES)))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a device is given for each of several workers."""
+        return any(isinstance(getattr(self, name), tuple) for name in DEVICES)
+
+    def of_worker(self, worker: int, workers: int, *, own_kwargs: bool) -> Where:
+        """What holds for one of several workers.
+
+        Args:
+            worker: which.
+            workers: how many there are.
+            own_kwargs: whether several `create_env_kwargs` are one for each worker; else they are one for each lane.
+
+        Raises:
+            OptionError: a list of another length.
+        """
+        names = [*DEVICES, *(["create_env_kwargs"] if own_kwargs else [])]
+        each: dict[str, Any] = {name: getattr(self, name) for name in names}
+        own: dict[str, Any] = {name: _of_worker(name, value, worker, workers) for name, value in each.items()}
+        return dataclasses.replace(self, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +356,10 @@ class How:
     exploration_type: ExplorationType = _option(
         "Exploration during collection; the process-wide setting is left as it was found.", ExplorationType.RANDOM
     )
-    policy_factory: Callable[[], Any] | None = _option(
-        "Makes the policy, in the place of `policy`: called once, where the frames are made.", None
+    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = _option(
+        "Makes the policy, in the place of `policy`: called once, where the frames are made; by each worker, if there "
+        "are several, which may have a list of one each.",
+        None,
     )
     trust_policy: bool = _option(
         "Believe a policy that declares its outputs (`out_keys`, and a `spec` for what is neither the action nor a "
@@ -334,9 +388,15 @@ class How:
         "replayed. Weights may change in place; a change of mode is not seen.",
         None,
     )
+    pre_collect_hook: Callable[[], Any] | None = _option("Called where the frames are made, before each rollout.", None)
+    post_collect_hook: Callable[[Any], Any] | None = _option(
+        "Called where the frames are made, after each rollout, with its batch; what it returns is not looked at. The "
+        "batch is to be read only.",
+        None,
+    )
     interruptor: Any = _option(
         "An object with `start_collection()`, `stop_collection()` and `collection_stopped()`: asked after each step; "
-        "a rollout that it stops is delivered short.",
+        "a rollout that it stops is delivered short. In a `Collector` alone: worker processes refuse it.",
         None,
     )
 
@@ -346,8 +406,12 @@ class How:
                 f"exploration_type must be an ExplorationType (ExplorationType.DETERMINISTIC, say), not "
                 f"{self.exploration_type!r}."
             )
-        if self.policy_factory is not None and not callable(self.policy_factory):
-            raise OptionError(f"policy_factory must be a callable that makes a policy, not {self.policy_factory!r}.")
+        factories = self.policy_factory if self.is_split else [self.policy_factory]
+        if wrong := [each for each in factories if not (each is None or callable(each))]:  # type: ignore[union-attr]
+            raise OptionError(f"policy_factory must be a callable that makes a policy, not {wrong[0]!r}.")
+        for name in ("pre_collect_hook", "post_collect_hook"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise OptionError(f"{name} must be a callable, not {getattr(self, name)!r}.")
         for name in ("trust_policy", "check_actions"):
             _flag(name, getattr(self, name))
         for name in ("compile_policy", "cudagraph_policy"):
@@ -357,6 +421,20 @@ class How:
         lacking = [verb for verb in verbs if not callable(getattr(self.interruptor, verb, None))]
         if self.interruptor is not None and lacking:
             raise OptionError(f"interruptor {self.interruptor!r} lacks the method {lacking[0]!r}.")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a factory is given for each of several workers."""
+        return isinstance(self.policy_factory, list | tuple)
+
+    def of_worker(self, worker: int, workers: int) -> How:
+        """What holds for one of several workers.
+
+        Raises:
+            OptionError: a list of another length.
+        """
+        factory = _of_worker("policy_factory", self.policy_factory, worker, workers)
+        return dataclasses.replace(self, policy_factory=factory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,6 +464,79 @@ class Sink:
             raise OptionError(f"return_same_td=True does not go with {other}: that makes a new TensorDict each time.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The processes that make frames."""
+
+    num_workers: int | None = _option(
+        "Worker processes made of one maker (`num_collectors` is the same). None: one for each of a sequence.", None
+    )
+    start_method: Literal["forkserver", "spawn", "fork"] | None = _option(
+        'How processes are started. None: "forkserver", from a server that has imported torch once; where there is no '
+        'such thing, "spawn". The program\'s main module is never run again: no guard is needed.',
+        None,
+    )
+    start_timeout: float | None = _option(
+        "Seconds in which all workers must have made and reset their environments. None: any.", 300.0
+    )
+    timeout: float | None = _option(
+        "Seconds that any later wait for workers may take, before a `WorkerTimeout` says what they are doing. None: "
+        "any, as long as they live.",
+        None,
+    )
+    num_threads: int | None = _option(
+        "Threads that torch computes with in this process until `shutdown`. None: as it is, where workers rest while "
+        "the program learns; where they do not, what their threads and their environments' processes leave of it.",
+        None,
+    )
+    num_sub_threads: int = _option("Threads that torch computes with in each worker.", 1)
+    update_at_each_batch: bool = _option(
+        "Publish the policy's weights by itself (`update_after_each_batch` is the same): before each collection where "
+        "workers rest between batches; else at the call of `next` that follows each batch.",
+        False,
+    )
+    collector_class: Any = _option(
+        "A class of collectors: each worker then holds one, and drives it by `rollout`, `reset`, `set_seed`, "
+        "`state_dict`, `load_state_dict`, `update_policy_weights_` and `shutdown`. None: an engine, which is faster.",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None:
+            object.__setattr__(self, "num_workers", _positive("num_workers", self.num_workers))
+        if self.num_threads is not None:
+            object.__setattr__(self, "num_threads", _positive("num_threads", self.num_threads))
+        object.__setattr__(self, "num_sub_threads", _positive("num_sub_threads", self.num_sub_threads))
+        if self.start_method == "fork" and self.num_sub_threads > 1:
+            raise OptionError(
+                f'start_method="fork" does not go with num_sub_threads={self.num_sub_threads}: torch hangs in a copy '
+                'of a process that has used its threads. Use "forkserver" or "spawn".'
+            )
+        for name in ("start_timeout", "timeout"):
+            if getattr(self, name) is not None:
+                _seconds(name, getattr(self, name))
+        _flag("update_at_each_batch", self.update_at_each_batch)
+        if not (self.collector_class is None or callable(self.collector_class)):
+            raise OptionError(f"collector_class must be a class of collectors, not {self.collector_class!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacking:
+    """How the rollouts of several workers become one batch."""
+
+    cat_results: Literal["stack"] | int = _option(
+        '"stack": batches have a first dimension of workers. A number: they are joined in this dimension of a '
+        "worker's batch (-1: time).",
+        "stack",
+    )
+
+    def __post_init__(self) -> None:
+        if self.cat_results != "stack" and (
+            isinstance(self.cat_results, bool) or not isinstance(self.cat_results, int)
+        ):
+            raise OptionError(f'cat_results must be "stack" or a dimension, not {self.cat_results!r}.')
+
+
 def option_fields(kinds: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
     """Every option of these value objects, by name, in the order they are declared."""
     return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
@@ -403,10 +554,13 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
         OptionError: an option that is not known (with the nearest name), is missing, or has a wrong value.
     """
     known = option_fields(kinds)
+    given = _without_aliases(owner, known, given)
     for name in given:
         if name not in known:
             if name in ELSEWHERE:
                 raise OptionError(f"{owner} has no option {name!r}: {ELSEWHERE[name]}.")
+            if name in option_fields([Workers, Stacking]):
+                raise OptionError(f"{owner} has no option {name!r}: {_why_not(known)}.")
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
             raise OptionError(f"{owner} has no option {name!r}.{hint}")
@@ -414,3 +568,17 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
         if field.default is dataclasses.MISSING and name not in given:
             raise OptionError(f"{owner} needs {name}=: {field.metadata['doc']}")
     return {kind: kind(**{name: given[name] for name in option_fields([kind]) if name in given}) for kind in kinds}
+
+
+def _without_aliases(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if own in given and own != name:
+            raise OptionError(f"{owner} was given {name} and {own}, which are the same option.")
+        plain[own if own in known else name] = value
+    return plain
+
+
+def _why_not(known: Mapping[str, Any]) -> str:
+    return "each batch is one worker's" if "start_method" in known else WORKERS_ONLY

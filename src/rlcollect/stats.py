@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Spread", "Stats", "TimeShares"]
+__all__ = ["Spread", "Stats", "Threads", "TimeShares"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,52 @@ class Spread:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Where the time goes, as shares of the time spent collecting; they add up to 1. Measured on sampled steps."""
+    """Where the time goes, as shares of the time spent making rollouts; they add up to 1. Told from sampled steps."""
 
     env: float
     policy: float
     writing: float
     elsewhere: float
+
+    @classmethod
+    def of(
+        cls, sampled: int, env: float, policy: float, writing: float, *, steps: int, seconds: float
+    ) -> TimeShares | None:
+        """The shares of `seconds`, in which `steps` steps were made, told from some that were measured.
+
+        Args:
+            sampled: how many were.
+            env: seconds of those in environments.
+            policy: in the policy.
+            writing: spent writing.
+            steps: of all.
+            seconds: in which they were made.
+        """
+        if not sampled or not seconds:
+            return None
+        parts = [part * steps / sampled / seconds for part in (env, policy, writing)]
+        total = max(1.0, sum(parts))  # few samples can claim more than there was
+        env, policy, writing = (part / total for part in parts)
+        return cls(env, policy, writing, max(0.0, 1.0 - env - policy - writing))
+
+    @classmethod
+    def mean(cls, several: Sequence[TimeShares | None]) -> TimeShares | None:
+        """The mean of those that are known; None: none is."""
+        known = [dataclasses.astuple(shares) for shares in several if shares is not None]
+        return cls(*(sum(parts) / len(known) for parts in zip(*known, strict=True))) if known else None
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Threads that torch computes with.
+
+    Attributes:
+        main: in the program.
+        workers: in each worker process; and processes that its environments have started.
+    """
+
+    main: int
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +91,7 @@ class Stats:
         time: None before the first step.
         dropped: frames that lanes had made ahead of others and that were never delivered: when the last batch came,
             when a rollout was broken off, or when a state was loaded.
+        threads: None where there are no worker processes.
     """
 
     frames: int
@@ -63,6 +104,7 @@ class Stats:
     policy_version: int
     time: TimeShares | None
     dropped: int = 0
+    threads: Threads | None = None
 
     def as_dict(self) -> dict[str, float]:
         """Flat, for loggers: `{"frames": ..., "episode_return/mean": ...}`; what is not known yet is left out."""

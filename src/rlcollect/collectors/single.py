@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from rlcollect.collectors.base import BaseCollector
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlcollect.collectors.base import BaseCollector, Started, lane_indices, worker_numbers
+from rlcollect.collectors.crew import Crew
+from rlcollect.collectors.gather import OneInline
+from rlcollect.errors import OptionError
+from rlcollect.rollout.policy.intake import weights_by_name
+from rlcollect.workers.inline import InlinePool
+from rlcollect.workers.messages import Build, Report
+from rlcollect.workers.worker import Worker
 
 __all__ = ["Collector"]
 
@@ -38,3 +50,99 @@ class Collector(BaseCollector):
         OptionError, SpaceError, PolicyError, EnvError: see `rlcollect.errors`.
         What an environment raises, from a `WorkerError`.
     """
+
+    def _start(self, create_env_fn: Any, policy: Any) -> Started:
+        if self._where.is_split or self._how.is_split:
+            raise OptionError(
+                "A Collector has one worker, in this process; a device or policy_factory for each of several is for "
+                "MultiSyncCollector and MultiAsyncCollector."
+            )
+        pool = InlinePool()
+        build = Build(
+            create_env_fn,
+            policy,
+            self._what,
+            self._where,
+            self._how,
+            reuse=self._sink.use_buffers,
+            same=self._sink.return_same_td,
+            worker=0,
+            workers=1,
+            share=1,
+            seed=torch.initial_seed(),
+        )
+        crew = Crew(pool, None)
+        facts = crew.ask({0: build})
+        assert pool.worker is not None
+        self._worker: Worker = pool.worker
+        self.policy = self._worker.acting.given
+        return Started(
+            crew=crew,
+            facts=facts,
+            gather=OneInline(crew, self._worker.engine.forget_memory),
+            share=1,
+            devices=[self._delivery_device(self._worker)],
+            close=pool.shutdown,
+        )
+
+    def _delivery_device(self, worker: Worker) -> torch.device | None:
+        device = self._where.placement.storing
+        return None if device == worker.driver.device else device
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None) -> int:
+        """Says that the policy has new weights; the frames that follow carry the new version.
+
+        In one process the policy is the user's own module, so there is nothing to copy: the version counts. Only where
+        `policy_device` made a copy on another device are the weights, parameters and buffers, copied to it.
+
+        Args:
+            policy_or_weights: None, or the policy itself: its weights as they are. Another module, a TensorDict or a
+                state dict: these are loaded into the policy first.
+            worker_ids: None, or those of the one worker there is: 0.
+
+        Returns:
+            The new version.
+
+        Raises:
+            PolicyError: the user's module has other weights by now than those that were copied, or those that were
+                given do not fit.
+        """
+        self._check_open()
+        worker_numbers(worker_ids, 1)
+        acting = self._worker.acting
+        if policy_or_weights is not None and policy_or_weights is not self.policy:
+            acting.adopt(weights_by_name(policy_or_weights))
+        acting.update()
+        self._version = self._worker.engine.policy_version = self._version + 1
+        return self._version
+
+    def reset(
+        self, index: Any = None, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begins a new episode now, in all lanes or in some: a CUT in their data.
+
+        Args:
+            index: a lane, several, a slice, or one bool a lane; None: all.
+            seed: for one lane as it is, for several its children; or a list of one for each of them.
+            options: for the environments' `reset`, in the place of `reset_options`.
+
+        Raises:
+            OptionError: an index that names no lane, or a list of seeds of another length; some lanes of environments
+                that can only be reset all together.
+        """
+        self._check_open()
+        self._reset_lanes({0: lane_indices(index, self.num_envs)}, seed, options)
+
+    def _reports(self) -> Sequence[Report]:
+        return [self._worker.report()]
+
+    def _state_of(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return states[0]
+
+    def _states_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        if "worker0" in state:
+            raise OptionError("This is the state of a collector with worker processes; load it into one of its kind.")
+        return [state]
+
+    def _load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        self._worker.acting.load(weights, strict=strict)

@@ -60,6 +60,7 @@ class Driver:
         self.refuses_lane_seeds: str | None = None
         self.refuses_options: str | None = None
         self.largest_seed: int | None = None
+        self.envs: Sequence[Any] = list(opening.envs)
         self._owned = list(opening.owned)
 
     @property

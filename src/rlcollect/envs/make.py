@@ -113,8 +113,10 @@ def spaces_agree(envs: Sequence[Env]) -> None:
                 raise SpaceError(f"All lanes need the same spaces; lane {lane} differs from lane 0: {difference}")
 
 
-def space_difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name: str) -> str | None:
-    """Where two spaces differ: in structure, shape or dtype, and with `exact` in bounds too."""
+def space_difference(
+    ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, name: str, first: str = "lane 0"
+) -> str | None:
+    """Where two spaces differ: in structure, shape or dtype, and with `exact` in bounds too; `first` has ours."""
     if ours == theirs:
         return None
     if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
@@ -124,10 +126,10 @@ def space_difference(ours: gym.Space[Any], theirs: gym.Space[Any], exact: bool, 
         parts, others = dict(enumerate(ours.spaces)), dict(enumerate(theirs.spaces))
     else:
         same_form = type(ours) is type(theirs) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        return None if same_form and not exact else f"{name} space {theirs} where lane 0 has {ours}."
+        return None if same_form and not exact else f"{name} space {theirs} where {first} has {ours}."
     if parts.keys() != others.keys():
-        return f"{name} space with the keys {list(others)} where lane 0 has {list(parts)}."
-    differences = (space_difference(parts[key], others[key], exact, f"{name}[{key!r}]") for key in parts)
+        return f"{name} space with the keys {list(others)} where {first} has {list(parts)}."
+    differences = (space_difference(parts[key], others[key], exact, f"{name}[{key!r}]", first) for key in parts)
     return next((difference for difference in differences if difference), None)
 
 

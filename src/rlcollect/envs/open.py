@@ -61,7 +61,13 @@ KINDS = (  # the first that fits
 
 
 def open_driver(
-    create_env_fn: Any, what: What, where: Where, *, names: Sequence[str] = (), worker: int = 0
+    create_env_fn: Any,
+    what: What,
+    where: Where,
+    *,
+    names: Sequence[str] = (),
+    worker: int = 0,
+    before_reset: Callable[[], None] | None = None,
 ) -> EnvDriver:
     """Makes the environments of a worker, resets them, and plans how they are stepped and stored.
 
@@ -71,6 +77,7 @@ def open_driver(
         where: how many lanes, and how their environments are made.
         names: names that observation keys may not have, beside those that are always ours.
         worker: number of the worker, for errors.
+        before_reset: called when all are made, and before the first is reset.
 
     Raises:
         OptionError, SpaceError, EnvError: what was made does not fit, or is no environment.
@@ -91,6 +98,8 @@ def open_driver(
             if not is_sequence(create_env_fn) and _holds_lanes(envs[lane]):  # one has all lanes that were asked for
                 break
         kind = _kind_of(envs)
+        if before_reset is not None:
+            before_reset()
         return kind.open(Opening(envs, owned, what, where, batched, tuple(names), worker))
     except BaseException:
         close_all(owned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -44,9 +45,18 @@ from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed,
 __all__ = ["build_engine", "make_driver", "whole_steps"]
 
 
-def make_driver(create_env_fn: Any, what: What, where: Where, *, worker: int = 0) -> EnvDriver:
+def make_driver(
+    create_env_fn: Any,
+    what: What,
+    where: Where,
+    *,
+    worker: int = 0,
+    before_reset: Callable[[], None] | None = None,
+) -> EnvDriver:
     """Makes and resets the environments of a worker; see `open_driver`."""
-    return open_driver(create_env_fn, what, where, names=_optional_names(what), worker=worker)
+    return open_driver(
+        create_env_fn, what, where, names=_optional_names(what), worker=worker, before_reset=before_reset
+    )
 
 
 def build_engine(
@@ -59,6 +69,7 @@ def build_engine(
     *,
     steps: int,
     worker: int = 0,
+    seed: int,
 ) -> tuple[Engine, Plan | None]:
     """An engine over these environments, and the plan of the policy (None: actions are random).
 
@@ -71,6 +82,7 @@ def build_engine(
         sink: what memory is used for batches.
         steps: T of a full rollout.
         worker: number of the worker.
+        seed: whose children the random streams are until others are asked for.
     """
     _check_resets(driver, what)
     _check_place(driver, where)
@@ -82,9 +94,9 @@ def build_engine(
         plan = _planned(acting, driver, rows if driver.lead else None, what, where, how, worker)
         if plan.reads_is_init:
             what = replace(what, record=(*what.record, "is_init"))
-    source = _source(driver, Layout(_leaves(driver, plan, what)), num_lanes, steps, what, where, sink)
+    layout = Layout(_leaves(driver, plan, what))
+    source = _source(driver, layout, num_lanes, steps, what, where, sink)
     same = SameSlot(source) if sink.return_same_td else None
-    seed = torch.initial_seed()
     parts: dict[str, Any] = {
         "policy": None
         if plan is None
@@ -102,6 +114,7 @@ def build_engine(
         "how": how,
         "stream": TorchStream(torch_seed(seed, worker), acting.device),
         "worker": worker,
+        "leaves": layout.leaves,
     }
     if not _is_scratch(driver):
         return DenseEngine(driver, same or source, **parts), plan

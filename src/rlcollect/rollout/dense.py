@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDictBase
 
+from rlcollect.devices import CPU
 from rlcollect.envs.tensordicts.loose import with_loose
 from rlcollect.interfaces import Actor, EnvDriver
 from rlcollect.layout import Key
 from rlcollect.memory.slots import Slot
 from rlcollect.options import What
 from rlcollect.rollout.actors import MixedActor
-from rlcollect.rollout.engine import RANDOM_VERSION, Engine
+from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory
 
 __all__ = ["DenseEngine"]
 
@@ -53,6 +54,13 @@ class DenseEngine(Engine):
         self.warmup_left = np.maximum(self.warmup_left - made, 0)
         batch, loose = slot.batch(made), self._driver.loose_batch(made)
         return with_loose(batch, loose) if loose else batch
+
+    def deliver_to(self, memory: Memory) -> bool:
+        """See `Engine`: frames are written there."""
+        if self._driver.device != CPU:
+            return False
+        self._memory = memory
+        return True
 
     def _fresh(self) -> list[int]:
         fresh: list[int] = np.flatnonzero(self.episodes.ages == 0).tolist()

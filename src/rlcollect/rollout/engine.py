@@ -10,7 +10,7 @@ every step is a frame of every lane, and `scratch`, where it is not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -19,9 +19,10 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import set_interaction_type
 
-from rlcollect.errors import OptionError, PolicyError
+from rlcollect.errors import PolicyError
 from rlcollect.failures import relayed
 from rlcollect.interfaces import Actor, EnvDriver, Interruptor, RolloutMemory
+from rlcollect.layout import Leaf
 from rlcollect.memory.slots import Slot
 from rlcollect.options import How, What
 from rlcollect.rollout.actors import PolicyActor, RandomActor
@@ -29,7 +30,7 @@ from rlcollect.rollout.episodes import Episodes
 from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler
 
-__all__ = ["RANDOM_VERSION", "WINDOW", "Engine", "Memory"]
+__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "shares_of"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
@@ -51,6 +52,7 @@ class Engine:
     """Makes rollouts.
 
     Attributes:
+        beat: told now and then how many steps were made: a sign of life.
         policy_version: written on every frame whose action the policy computes.
         warmup_left: int64 `[N]`, random frames that each lane still has to make.
         steps: steps of every lane made so far.
@@ -60,6 +62,7 @@ class Engine:
         episodes: bookkeeping of the lanes' episodes.
         sampler: where the time went.
         stream: the torch stream of stochastic policies.
+        leaves: what a frame holds.
 
     Args:
         driver: steps the environments.
@@ -70,6 +73,7 @@ class Engine:
         how: exploration, interruptor.
         stream: the torch stream of stochastic policies.
         worker: number of the worker, for errors and ids.
+        leaves: what a frame holds.
     """
 
     def __init__(
@@ -83,8 +87,11 @@ class Engine:
         how: How,
         stream: TorchStream,
         worker: int = 0,
+        leaves: Sequence[Leaf] = (),
     ) -> None:
+        self.beat: Callable[[int], None] = _unheard
         self.policy_version = 0
+        self.leaves = tuple(leaves)
         self.steps = 0
         self.frames = 0
         self.dropped = 0
@@ -92,7 +99,7 @@ class Engine:
         self.episodes = Episodes(driver.num_lanes, prefix=worker)
         self.sampler = StepSampler()
         self.stream = stream
-        self.warmup_left = _shares(what.init_random_frames or 0, driver.num_lanes)
+        self.warmup_left = shares_of(what.init_random_frames or 0, driver.num_lanes)
         self._driver = driver
         self._memory = memory
         self._policy = policy
@@ -211,6 +218,7 @@ class Engine:
             first = t - self._window[0]
             if self.sampler.countdown == 0:
                 stop = t + 1
+                self.beat(self.steps + t)
                 with self._located(t):
                     self.sampler.step(first, actor, self._driver)
             else:
@@ -259,35 +267,6 @@ class Engine:
 
     # --- between rollouts ---
 
-    def check_reset(self, lanes: Sequence[int], *, seeded: bool, with_options: bool) -> None:
-        """Whether these lanes can be reset.
-
-        Args:
-            lanes: which.
-            seeded: whether seeds are given for them.
-            with_options: whether options are given.
-
-        Raises:
-            OptionError: they cannot be reset or seeded without the others, or take no options.
-        """
-        driver, are_all = self._driver, len({*lanes}) == self._driver.num_lanes
-        if driver.refuses_lane_resets is not None and not are_all:
-            raise OptionError(f"reset of some lanes: {driver.refuses_lane_resets}")
-        if driver.refuses_lane_seeds is not None and seeded and not are_all:
-            raise OptionError(f"reset of some lanes with a seed: {driver.refuses_lane_seeds}")
-        if driver.refuses_options is not None and with_options:
-            raise OptionError(f"reset with options: {driver.refuses_options}")
-
-    def check_seeds(self, seeds: Sequence[int]) -> None:
-        """Whether the environments take these seeds.
-
-        Raises:
-            OptionError: one is too large.
-        """
-        largest = self._driver.largest_seed
-        if largest is not None and (wrong := [seed for seed in seeds if seed > largest]):
-            raise OptionError(f"These environments take seeds up to {largest}; {wrong[0]} came.")
-
     def reset(
         self,
         lanes: Sequence[int],
@@ -328,6 +307,10 @@ class Engine:
         """int64 `[N]`, random frames that are still to be delivered."""
         return self.warmup_left
 
+    def deliver_to(self, memory: Memory) -> bool:  # noqa: ARG002
+        """Has batches made in memory of somebody else's, if that can be; whether it can."""
+        return False
+
     def forget_memory(self) -> None:
         """No rollout may come for long: memory that the user lets go of goes back to the system at once."""
         self._memory.forget()
@@ -362,13 +345,15 @@ class Engine:
 
         Args:
             seed: one integer, whose children seed the lanes; or one seed a lane, used as they are.
-            static: every lane gets the same child.
+            static: every lane, of every worker, gets the same child.
         """
         lanes = range(self._driver.num_lanes)
         if isinstance(seed, Sequence):
             self._seeds = dict(zip(lanes, seed, strict=True))
+        elif static:
+            self._seeds = dict.fromkeys(lanes, lane_seed(seed, 0, 0))
         else:
-            self._seeds = {lane: lane_seed(seed, self._worker, 0 if static else lane) for lane in lanes}
+            self._seeds = {lane: lane_seed(seed, self._worker, lane) for lane in lanes}
         self._due = set(lanes)
         self.stream = TorchStream(torch_seed(seed, self._worker), self.stream.device)
         self._random.reseed(action_generator(seed, self._worker))
@@ -384,25 +369,6 @@ class Engine:
             "steps": self.steps,
             "warmup_left": self.warmup_owed.tolist(),
         }
-
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Whether it is one that can be loaded.
-
-        Raises:
-            OptionError: it lacks something, or is of another number of lanes.
-        """
-        if lacking := [key for key in STATE_KEYS if key not in state]:
-            raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
-        if len(state["warmup_left"]) != self._driver.num_lanes:
-            raise OptionError(
-                f"The state is of {len(state['warmup_left'])} lanes, this collector has {self._driver.num_lanes}."
-            )
-        theirs, ours = state["env_state_dict"].keys(), self._driver.state_dict().keys()
-        if theirs != ours:
-            raise OptionError(
-                f"The state is of environments of another kind: it has {', '.join(theirs) or 'nothing'} of them, where "
-                f"these have {', '.join(ours) or 'nothing'}."
-            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, with new episodes: a CUT, at the next rollout."""
@@ -439,6 +405,10 @@ class _Located:
             raise self._engine.relayed(error, self._t)
 
 
-def _shares(total: int, lanes: int) -> Array:
+def _unheard(steps: int) -> None:
+    """Nobody asks for signs of life."""
+
+
+def shares_of(total: int, lanes: int) -> Array:
     """`total` split over the lanes; shares differ by at most one."""
     return np.array([total // lanes + (lane < total % lanes) for lane in range(lanes)], np.int64)

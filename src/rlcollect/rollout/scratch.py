@@ -17,10 +17,10 @@ from tensordict import TensorDict
 from rlcollect.interfaces import Actor, ScratchDriver
 from rlcollect.layout import Key
 from rlcollect.memory.scratch import Scratch
-from rlcollect.memory.slots import SameSlot, Slot, SlotSource
+from rlcollect.memory.slots import Slot, SlotSource
 from rlcollect.options import What
 from rlcollect.rollout.actors import MixedActor
-from rlcollect.rollout.engine import RANDOM_VERSION, Engine
+from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory
 
 __all__ = ["ScratchEngine"]
 
@@ -75,7 +75,7 @@ class ScratchEngine(Engine):
         scratch: Scratch,
         steps: int,
         what: What,
-        same: SameSlot | None = None,
+        same: Memory | None = None,
         **parts: Any,
     ) -> None:
         super().__init__(driver, memory, what=what, **parts)
@@ -129,6 +129,11 @@ class ScratchEngine(Engine):
             self.abandon()
             raise
         return self._delivered(min(steps, int(self._filled.max())), at_most)
+
+    def deliver_to(self, memory: Memory) -> bool:
+        """See `Engine`: batches are copied there."""
+        self._same = memory
+        return True
 
     def _room(self) -> int:
         """How many steps there is room for: each may be a frame of any lane."""

@@ -19,13 +19,22 @@ from tensordict.nn.probabilistic import interaction_type
 
 from rlcollect.devices import CPU
 
-__all__ = ["ProgramState", "TorchStream", "action_generator", "lane_seed", "torch_seed", "untouched_randomness"]
+__all__ = [
+    "ProgramState",
+    "TorchStream",
+    "action_generator",
+    "lane_seed",
+    "seed_globals",
+    "torch_seed",
+    "untouched_randomness",
+]
 
 Seed = int | Sequence[int]
 
 # "who" of streams that are no lane's; lanes count from 0
 POLICY = 2**31
 ACTIONS = 2**31 + 1
+GLOBALS = 2**31 + 2
 
 
 def lane_seed(seed: Seed, worker: int, lane: int, generation: int = 0) -> int:
@@ -41,6 +50,14 @@ def torch_seed(seed: Seed, worker: int, generation: int = 0) -> int:
 def action_generator(seed: Seed, worker: int, generation: int = 0) -> np.random.Generator:
     """Where a worker's random actions come from."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(worker, ACTIONS, generation)))
+
+
+def seed_globals(seed: Seed, worker: int, generation: int = 0) -> None:
+    """Seeds the global generators of `random`, numpy and torch, in a process that belongs to one worker."""
+    word = _word(seed, worker, GLOBALS, generation)
+    random.seed(word)
+    np.random.seed(word & 0xFFFF_FFFF)
+    torch.manual_seed(word)
 
 
 def _word(seed: Seed, worker: int, who: int, generation: int) -> int:

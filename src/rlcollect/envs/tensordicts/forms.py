@@ -73,6 +73,12 @@ class SpecSpace(gym.Space[Any]):
         """Whether the spec holds this value."""
         return bool(self.spec.is_in(torch.as_tensor(x)))
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the specs are equal."""
+        return isinstance(other, SpecSpace) and bool(self.spec == other.spec)
+
+    __hash__ = None  # type: ignore[assignment] # specs have none
+
     def __repr__(self) -> str:
         values = getattr(getattr(self.spec, "space", None), "n", None)
         count = "" if values is None else f"n={values}, "

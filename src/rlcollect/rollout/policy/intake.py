@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Self
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -26,11 +27,14 @@ __all__ = [
     "Acting",
     "RandomPolicy",
     "UntouchedBuffers",
+    "misfit",
     "module_of",
     "policy_wrapper",
+    "receive",
     "take_in",
     "transfer_to",
     "warm_calls",
+    "weights_by_name",
     "weights_of",
 ]
 
@@ -59,6 +63,54 @@ def weights_of(policy: Any) -> dict[str, Any] | None:
     return None if module is None else {_plain(name): value for name, value in module.state_dict().items()}
 
 
+def receive(tensors: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copies weights into tensors of the same names, as far as they came."""
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name in weights:
+                tensor.copy_(weights[name])
+
+
+def weights_by_name(given: Any) -> dict[str, torch.Tensor]:
+    """Weights as the user has them, under the names of a state dict: of a module, a TensorDict, or such a dict.
+
+    Raises:
+        PolicyError: they are none of these.
+    """
+    module = module_of(given)
+    if module is not None:
+        return {_plain(name): tensor for name, tensor in (*module.state_dict().items(), *module.named_buffers())}
+    if isinstance(given, TensorDictBase):
+        given = given.flatten_keys(".")
+    if not isinstance(given, Mapping | TensorDictBase):
+        raise PolicyError(
+            f"Weights come as a module, a TensorDict of parameters or a state dict; {type(given).__name__} came."
+        )
+    named = {_plain(str(name)): value for name, value in given.items()}
+    if wrong := [name for name, value in named.items() if not isinstance(value, torch.Tensor)]:
+        raise PolicyError(f"Weights are tensors; {wrong[0]!r} is {named[wrong[0]]!r}.")
+    return named
+
+
+def misfit(given: Mapping[str, torch.Tensor], leaves: Mapping[str, tuple[int, ...]], known: Collection[str]) -> str:
+    """The first difference between weights that were given and those that are needed, in words; empty: there is none.
+
+    Args:
+        given: by name.
+        leaves: the shapes of those that are needed.
+        known: names that may be given too.
+    """
+    for name, shape in leaves.items():
+        if name not in given:
+            return f"{name!r} is lacking"
+        if is_lazy(given[name]):
+            return f"{name!r} has no values yet: call the lazy module once"
+        if tuple(given[name].shape) != shape:
+            return f"{name!r} has shape {list(given[name].shape)}, and should have {list(shape)}"
+    unknown = [name for name in given if name not in leaves and name not in known]
+    return f"{unknown[0]!r} is none of the policy's" if unknown else ""
+
+
 def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
@@ -70,6 +122,7 @@ class Acting:
         given: the user's policy, or what the factory made; None for random actions.
         policy: what acts: the same, or a copy of it on another device.
         device: where it computes.
+        own: buffers that the policy itself changes while it acts.
 
     Args:
         given: see above.
@@ -79,7 +132,7 @@ class Acting:
     def __init__(self, given: Any, device: torch.device | None) -> None:
         self.given = given
         self.policy = given
-        self._own: frozenset[str] = frozenset()
+        self.own: frozenset[str] = frozenset()
         self._has_warned = False
         module = module_of(given)
         places = [] if module is None else [tensor.device for _, tensor in _tensors(module)]
@@ -95,7 +148,34 @@ class Acting:
 
     def leave_out(self, buffers: Collection[str]) -> None:
         """These buffers are changed by the policy itself while it acts: they stay those of a copy."""
-        self._own = frozenset(buffers)
+        self.own = frozenset(buffers)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights that act, parameters and buffers, but for those that the policy itself changes."""
+        module = module_of(self.policy)
+        tensors = [] if module is None else [*_tensors(module)]
+        return [(_plain(name), tensor) for name, tensor in tensors if name not in self.own and not is_lazy(tensor)]
+
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copies weights into the user's own module.
+
+        Raises:
+            PolicyError: they do not fit. None was copied then.
+        """
+        module = module_of(self.given)
+        targets = {} if module is None else {_plain(name): tensor for name, tensor in _tensors(module)}
+        known = set(weights_of(self.given) or ())
+        lacking_here = {name for name in targets if name not in known}  # buffers that no state dict has
+        needed = {
+            name: tuple(tensor.shape)
+            for name, tensor in targets.items()
+            if not (is_lazy(tensor) or (name in lacking_here and name not in weights))
+        }
+        if difference := misfit(weights, needed, known):
+            raise PolicyError(f"The weights do not fit the policy: {difference}. Nothing was changed.")
+        with torch.no_grad():
+            for name in needed:
+                targets[name].copy_(weights[name])
 
     def update(self) -> None:
         """Copies the user's weights, parameters and buffers, to what acts; nothing where that is the same module.
@@ -109,11 +189,11 @@ class Acting:
         if source is None or target is None or source is target:
             return
         weights = dict(_tensors(source))
-        copied = [(name, tensor) for name, tensor in _tensors(target) if name not in self._own]
-        if self._own and not self._has_warned:
+        copied = [(name, tensor) for name, tensor in _tensors(target) if name not in self.own]
+        if self.own and not self._has_warned:
             self._has_warned = True
             warn(
-                f"The policy changes {', '.join(sorted(self._own))} itself while it acts; these buffers stay those of "
+                f"The policy changes {', '.join(sorted(self.own))} itself while it acts; these buffers stay those of "
                 f"the copy on {self.device}, whatever the learner's are."
             )
         for name, tensor in copied:  # all of them are looked at before any is copied
@@ -199,13 +279,14 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def take_in(policy: Any, how: How, device: torch.device | None) -> Acting:
+def take_in(policy: Any, how: How, device: torch.device | None, *, worker: int = 0) -> Acting:
     """The policy that acts, from what the user passed.
 
     Args:
         policy: as passed.
         how: the factory.
         device: where it is to compute; None: where it is.
+        worker: number of the worker, for errors.
 
     Raises:
         OptionError: both a policy and a factory, or a factory that makes none.
@@ -214,11 +295,11 @@ def take_in(policy: Any, how: How, device: torch.device | None) -> Acting:
         if policy is not None:
             raise OptionError("policy and policy_factory were both given; pass one of them.")
         try:
-            policy = how.policy_factory()
+            policy = how.policy_factory()  # type: ignore[operator] # one, by now
         except BaseException as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is None:
                 raise  # it could not be called
-            raise relayed(error, worker=0, lane=None, step=0)  # noqa: B904 - it has a cause of its own
+            raise relayed(error, worker=worker, lane=None, step=0)  # noqa: B904 - it has a cause of its own
         if not (isinstance(policy, RandomPolicy) or (callable(policy) and not isinstance(policy, type))):
             raise OptionError(f"policy_factory={how.policy_factory!r} should return a policy; {policy!r} came.")
     return Acting(policy, device)

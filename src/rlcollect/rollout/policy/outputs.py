@@ -317,7 +317,7 @@ def _check_action(leaf: Leaf, value: Any, lead: tuple[int, ...], actions: Action
     hint = ""
     if lead == () and tuple(tensor.shape) == (1, *wanted):
         hint = " A single lane shows the policy unbatched observations; num_envs=1 gives it a batch of one lane."
-    elif not real and (*tensor.shape[:-1],) == wanted and tensor.shape[-1] > 1:
+    elif not real and tensor.ndim and (*tensor.shape[:-1],) == wanted and tensor.shape[-1] > 1:
         hint = " If these are scores or one-hot actions, return their argmax(-1)."
     elif tuple(tensor.shape) == wanted and not real:
         hint = " Integers are due: .long(), say."

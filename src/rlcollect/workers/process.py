@@ -1,0 +1,124 @@
+"""A worker in a process of its own: what was packed is unpacked, memory is attached; the rest is the worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlcollect.processes.arena import Arena
+from rlcollect.processes.board import Row
+from rlcollect.processes.crossing import Parcel, packed, unpacked
+from rlcollect.processes.pool import ProcessPool
+from rlcollect.workers.hosted import HostedWorker
+from rlcollect.workers.messages import (
+    AttachSlots,
+    AttachWeights,
+    Build,
+    Collect,
+    Collected,
+    Command,
+    Run,
+    Withdrawn,
+)
+from rlcollect.workers.worker import STAGES, Worker
+
+__all__ = ["packed_builds", "start_pool"]
+
+CALLED_THERE = ("policy_factory", "pre_collect_hook", "post_collect_hook")
+
+
+def start_pool(workers: int, method: str, sub_threads: int) -> ProcessPool:
+    """Processes for so many workers, all started at once."""
+    make = _Maker(sub_threads)
+    return ProcessPool(workers, make, method=method, stages=STAGES, name="rlcollect", preload=__name__)
+
+
+def packed_builds(builds: Sequence[Build]) -> list[Build]:
+    """Commands whose parts are packed one by one, so that an error names the option; each thing once.
+
+    Raises:
+        OptionError: one cannot be sent to another process.
+    """
+    done: dict[int, bytes] = {}
+
+    def once(value: Any, name: str) -> bytes | None:
+        if value is not None and id(value) not in done:
+            done[id(value)] = packed(value, name)
+        return done.get(id(value))
+
+    for build in builds:
+        for options, names in ((build.what, ("reset_options",)), (build.how, CALLED_THERE)):
+            for name in names:
+                once(getattr(options, name), name)
+    return [
+        replace(build, create_env_fn=once(build.create_env_fn, "create_env_fn"), policy=once(build.policy, "policy"))
+        for build in builds
+    ]
+
+
+class _Maker:
+    """Makes what handles the commands of one worker; crosses to its process."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def __call__(self, worker: int, row: Row) -> _Process:
+        return _Process(worker, row, self._threads)
+
+
+class _Process:
+    """Handles the commands of a worker that has this process for itself.
+
+    Args:
+        number: of the worker.
+        row: where it tells what it is doing.
+        threads: for torch to compute with.
+    """
+
+    def __init__(self, number: int, row: Row, threads: int) -> None:
+        self._number = number
+        self._row = row
+        self._worker: Worker | HostedWorker | None = None
+        torch.set_num_threads(threads)
+        row.enter("importing what it was sent")
+
+    def handle(self, command: Command, descriptors: Sequence[int]) -> Any:
+        """The answer to a command."""
+        try:
+            return self._handled(command, descriptors)
+        finally:
+            self._row.enter("waiting for a command")
+
+    def _handled(self, command: Command, descriptors: Sequence[int]) -> Any:
+        if isinstance(command, Build):
+            self._row.enter("importing what it was sent")
+            policy = None if command.policy is None else unpacked(command.policy)
+            build = replace(command, create_env_fn=unpacked(command.create_env_fn), policy=policy)
+            kind: Any = Worker if build.kind is None else HostedWorker
+            self._worker = kind(build, self._row.enter, beat=self._row.beat, is_alone=True)
+            return self._worker.facts
+        assert self._worker is not None
+        if isinstance(command, AttachSlots):
+            return self._worker.attach_slots(command, Arena.attached(descriptors[0], command.plan.nbytes))
+        if isinstance(command, AttachWeights):
+            return self._worker.attach_weights(command, Arena.attached(descriptors[0], command.nbytes))
+        result = self._worker.handle(command)
+        if isinstance(command, Run):  # opened where somebody waits for it
+            return Parcel.of(result)
+        if isinstance(result, Collected):
+            self._row.beat(result.report.steps)
+        return result
+
+    def withdraw(self, command: Command) -> Any:
+        """The answer to one that is not to be done."""
+        assert isinstance(command, Collect)
+        return Withdrawn()
+
+    def close(self) -> None:
+        """Closes the environments."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

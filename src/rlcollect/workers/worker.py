@@ -1,0 +1,313 @@
+"""A worker: environments, a policy and an engine behind `handle(command)`. Knows no process.
+
+The same class works in the program's own process and in others; what moves its commands and answers is elsewhere.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rlcollect.failures import is_interrupt, relayed, warn
+from rlcollect.layout import Leaf
+from rlcollect.memory.shared import MemberSource
+from rlcollect.memory.slots import Slot
+from rlcollect.options import Sink
+from rlcollect.rollout.build import build_engine, make_driver
+from rlcollect.rollout.engine import STATE_KEYS, shares_of
+from rlcollect.rollout.policy.held import held_modules, held_names, held_tensors
+from rlcollect.rollout.policy.intake import receive, take_in, weights_of
+from rlcollect.rollout.seeding import seed_globals
+from rlcollect.weights.versioned import Taker
+from rlcollect.workers.messages import (
+    Abandon,
+    AttachSlots,
+    AttachWeights,
+    Build,
+    Close,
+    Collect,
+    Collected,
+    Command,
+    Facts,
+    Load,
+    Report,
+    Reset,
+    Run,
+    Save,
+    Saved,
+    Seed,
+)
+
+__all__ = ["STAGES", "Worker"]
+
+STAGES = (
+    "starting its process",
+    "importing what it was sent",
+    "building the policy",
+    "building its environments",
+    "resetting its environments for the first time",
+    "planning the policy",
+    "waiting for a command",
+    "taking new weights",
+    "collecting",
+    "running a hook",
+    "resetting environments",
+    "saving or loading a state",
+    "running a function",
+    "closing its environments",
+)
+
+
+class Worker:
+    """Does what it is asked; see `messages`.
+
+    Attributes:
+        acting: the policy.
+        engine: makes the rollouts.
+        driver: steps the environments.
+        facts: what it says of itself.
+
+    Args:
+        build: what to make.
+        enter: told what is being done, in the words of `STAGES`.
+        beat: told now and then how many steps were made.
+        is_alone: whether the process is this worker's own, and so are its random generators.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        enter: Callable[[str], None],
+        *,
+        beat: Callable[[int], None] | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        self._build = build
+        self._enter = enter
+        self._is_alone = is_alone
+        if is_alone:
+            seed_globals(build.seed, build.worker)
+        enter("building the policy")
+        self.acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
+        self._held = held_modules(self.acting.policy) if is_alone else {}
+        enter("building its environments")
+        self.driver = make_driver(
+            build.create_env_fn, build.what, build.where, worker=build.worker, before_reset=self._before_reset
+        )
+        try:
+            enter("planning the policy")
+            what = self._own_share()
+            lanes = self.driver.num_lanes * build.share
+            self.steps = -(-what.frames_per_batch // lanes)
+            sink = Sink(return_same_td=build.same, use_buffers=build.reuse)
+            self.engine, self.plan = build_engine(
+                self.driver,
+                self.acting,
+                what,
+                build.where,
+                build.how,
+                sink,
+                steps=self.steps,
+                worker=build.worker,
+                seed=build.seed,
+            )
+        except BaseException:
+            self.driver.close()
+            raise
+        self.engine.beat = beat or self.engine.beat
+        self.facts = self._facts()
+        self._seconds = 0.0
+        self._rollouts = 0
+        self._owed = 0, self.engine.warmup_owed  # before the rollout of this number
+        self._slots: MemberSource | None = None
+        self._copies_to_slots = False
+        self._weights: Taker | None = None
+        self._handlers: dict[type[Command], Callable[[Any], Any]] = {
+            Collect: self._collect,
+            Abandon: self._abandon,
+            Seed: self._seed,
+            Reset: self._reset,
+            Save: self._save,
+            Load: self._load,
+            Run: self._run,
+            Close: self._close,
+        }
+
+    def _before_reset(self) -> None:
+        self._enter("resetting its environments for the first time")
+
+    def _own_share(self) -> Any:
+        """`What` with this worker's part of the random frames: lanes of all workers share them evenly."""
+        what, build = self._build.what, self._build
+        if what.init_random_frames is None or build.workers == 1:
+            return what
+        lanes = self.driver.num_lanes
+        shares = shares_of(what.init_random_frames, lanes * build.workers)
+        return replace(what, init_random_frames=int(shares[build.worker * lanes : (build.worker + 1) * lanes].sum()))
+
+    def _weights_here(self) -> list[tuple[str, torch.Tensor]]:
+        """What the policy computes with: its own, and that of modules that a function holds."""
+        return [*self.acting.tensors(), *held_tensors(self._held)]
+
+    def _facts(self) -> Facts:
+        driver = self.driver
+        by_value = bool(driver.loose) or not self._build.reuse
+        text = "random actions" if self.plan is None else f"{self.plan.path} path: {self.plan.reason}"
+        return Facts(
+            num_lanes=driver.num_lanes,
+            lead=tuple(driver.lead),
+            leaves=None if by_value else self.engine.leaves,
+            action_space=driver.action_codec.space,
+            may_deliver_short=self.engine.may_deliver_short,
+            refuses_lane_resets=driver.refuses_lane_resets,
+            refuses_lane_seeds=driver.refuses_lane_seeds,
+            refuses_options=driver.refuses_options,
+            largest_seed=driver.largest_seed,
+            state_keys=STATE_KEYS,
+            env_state_keys=tuple(driver.state_dict()),
+            policy=text,
+            policy_device=str(self.acting.device),
+            weights=tuple(Leaf((name,), tuple(t.shape), t.dtype) for name, t in self._weights_here()),
+            kept=tuple(sorted(self.acting.own)),
+            names=(*(weights_of(self.acting.policy) or ()), *held_names(self._held)),
+            processes=len(multiprocessing.active_children()) if self._is_alone else 0,
+        )
+
+    def handle(self, command: Command) -> Any:
+        """Does it; the answer."""
+        return self._handlers[type(command)](command)
+
+    def attach_slots(self, command: AttachSlots, buffer: Any) -> None:
+        """Rollouts go to shared memory from now on: are made there, or copied there by the engine or here."""
+        self._slots = MemberSource(command.plan, buffer, command.member)
+        self._copies_to_slots = not self.engine.deliver_to(self._slots)
+
+    def attach_weights(self, command: AttachWeights, buffer: Any) -> None:
+        """Weights come from shared memory from now on."""
+        self._weights = Taker(buffer, command.leaves)
+
+    # --- commands ---
+
+    def _collect(self, command: Collect) -> Collected:
+        build, engine = self._build, self.engine
+        self._owed = command.number, engine.warmup_owed
+        self._take_weights()
+        if build.how.pre_collect_hook is not None:
+            self._hook(build.how.pre_collect_hook)
+        if self._slots is not None:
+            self._slots.choose(command.group)
+        self._enter("collecting")
+        start = time.perf_counter()
+        batch = engine.rollout(command.steps, command.at_most)
+        self._seconds += time.perf_counter() - start
+        self._rollouts += 1
+        if self._slots is not None and self._copies_to_slots:
+            _copy_to(self._slots.take(command.steps), batch)
+        if build.how.post_collect_hook is not None:
+            self._hook(build.how.post_collect_hook, batch.copy() if self._slots is not None else batch)
+        made = int(batch.batch_size[-1])
+        kept, room = (batch, made) if self._slots is None else (None, self._slots.taken)
+        return Collected(made, room, engine.frames, kept, self.report(), self._rollouts, time.monotonic_ns())
+
+    def _hook(self, hook: Callable[..., Any], *arguments: Any) -> None:
+        self._enter("running a hook")
+        try:
+            hook(*arguments)
+        except BaseException as error:
+            self.engine.abandon()
+            raise relayed(  # noqa: B904 - it has a cause of its own
+                error, worker=self._build.worker, lane=None, step=self.engine.steps
+            )
+
+    def _take_weights(self) -> None:
+        self._enter("taking new weights")
+        if self._weights is not None and (taken := self._weights.take()) is not None:
+            self.engine.policy_version, weights = taken
+            receive(self._weights_here(), {key[0]: tensor for key, tensor in weights.items()})
+
+    def _abandon(self, command: Abandon) -> None:
+        number, owed = self._owed
+        self.engine.abandon(owed if number == command.number else None)
+
+    def _seed(self, command: Seed) -> None:
+        if self._is_alone:
+            seed_globals(command.seed, self._build.worker)
+        seed = command.seed
+        self.engine.seed(seed if isinstance(seed, int) else list(seed), static=command.static)
+
+    def _reset(self, command: Reset) -> None:
+        self._enter("resetting environments")
+        lanes = range(self.driver.num_lanes) if command.lanes is None else command.lanes
+        seeds = command.seeds
+        self.engine.reset(lanes, seeds if seeds is None or isinstance(seeds, int) else list(seeds), command.options)
+
+    def _save(self, command: Save) -> Saved:  # noqa: ARG002
+        self._enter("saving or loading a state")
+        state = self.engine.state_dict()
+        if self._is_alone and (weights := self._own_weights()):
+            state["weights"] = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+        return Saved(state, self._rollouts)
+
+    def _own_weights(self) -> dict[str, torch.Tensor]:
+        """What nobody else has: buffers that the policy itself changes; all, if a factory made it here."""
+        weights = weights_of(self.acting.policy) or {}
+        if self._build.how.policy_factory is not None:
+            return weights
+        return {name: tensor for name, tensor in weights.items() if name in self.acting.own}
+
+    def _load(self, command: Load) -> Report:
+        self._enter("saving or loading a state")
+        self.engine.load_state_dict(command.state)
+        if "weights" in command.state:
+            self.acting.load(command.state["weights"], strict=False)
+        if self._weights is not None:
+            self._weights.skip()  # what was published before; what is of the state comes afterwards
+        return self.report()
+
+    def _close(self, command: Close) -> None:  # noqa: ARG002
+        self.close()
+
+    def _run(self, command: Run) -> Any:
+        self._enter("running a function")
+        return command.fn(list(self.driver.envs))
+
+    def report(self) -> Report:
+        """How it is doing."""
+        engine, sampler = self.engine, self.engine.sampler
+        return Report(
+            episodes=engine.episodes.finished,
+            returns=tuple(engine.episodes.returns),
+            lengths=tuple(engine.episodes.lengths),
+            dropped=engine.dropped,
+            surplus=engine.surplus,
+            steps=engine.steps,
+            seconds=self._seconds,
+            sampled=sampler.sampled,
+            env=sampler.env,
+            policy=sampler.policy,
+            writing=sampler.writing,
+        )
+
+    def close(self) -> list[BaseException]:
+        """Closes the environments that were made here; the errors that came."""
+        self._enter("closing its environments")
+        self.engine.forget_memory()
+        errors = self.driver.close()
+        for error in errors:
+            if not is_interrupt(error):
+                warn(f"An environment failed to close: {type(error).__name__}: {error}")
+        return errors
+
+
+def _copy_to(slot: Slot, batch: TensorDictBase) -> None:
+    """What was made elsewhere, into shared memory."""
+    made = int(batch.batch_size[-1])
+    shared: Mapping[Any, torch.Tensor] = dict(slot.batch(made).items(include_nested=True, leaves_only=True))
+    for key, tensor in shared.items():
+        tensor.copy_(batch.get(key))
