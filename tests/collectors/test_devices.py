@@ -634,7 +634,7 @@ class TestAnotherDevice:
             with pytest.warns(UserWarning, match="changes calls itself"):
                 collector.update_policy_weights_()
             collector.update_policy_weights_()
-            assert collector._acting.policy.calls == 4
+            assert collector._worker.acting.policy.calls == 4
             assert policy.calls == 0
 
     def test_what_a_factory_makes_is_copied_too(self):

@@ -18,6 +18,7 @@ from rlcollect import Collector, EnvError, ExplorationType, OptionError, SpaceEr
 from rlcollect.options import How, Sink, What, Where, option_fields
 from rlcollect.testing import Counter, Reuser, Tagged, check_batch
 from tests.collectors.helpers import after, checked, counters, flag, joined, seen
+from tests.naming import named
 
 OPTIONS = option_fields([What, Where, How, Sink])
 
@@ -126,7 +127,7 @@ class TestWrongValues:
             ("postproc", [5]),
             ("postproc", [len, None]),
         ],
-        ids=lambda value: repr(value)[:30],
+        ids=lambda value: named(value)[:30],
     )
     def test_each_is_an_option_error_that_names_the_option_and_shows_the_value(self, name, value):
         with pytest.raises(OptionError) as raised:
@@ -257,7 +258,7 @@ class TestASequenceOfOne:
 
 
 class TestNamesFromElsewhere:
-    @pytest.mark.parametrize("name", ["replay_buffer", "weight_updater", "pre_collect_hook"])
+    @pytest.mark.parametrize("name", ["replay_buffer", "weight_updater", "trajs_per_batch"])
     def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
         with pytest.raises(OptionError, match=f"{name}.*not have it yet"):
             Collector(Counter, frames_per_batch=4, **{name: None})

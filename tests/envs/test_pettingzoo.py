@@ -753,7 +753,7 @@ class TestResets:
     def test_options_for_every_episode(self):
         with Collector(TaggedAgents(SHORT), frames_per_batch=3, reset_options={"level": 2}) as collector:
             collector.next()
-            env = collector._driver._games[0].source
+            env = collector._worker.driver._games[0].source
         assert env.options == [{"level": 2}] * 4
 
     def test_options_by_lane_episode_and_the_last_infos(self):

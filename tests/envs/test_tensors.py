@@ -267,7 +267,7 @@ def assert_tagged(
 def collected(made: Any, policy: Any = None, **options: Any) -> list[TensorDictBase]:
     """All batches, each held against the one before it."""
     with Collector(made, policy, **{"record": RECORD, **options}) as collector:
-        assert isinstance(collector._driver, TensorLanes)
+        assert isinstance(collector._worker.driver, TensorLanes)
         batches = list(checked(collector))
         assert collector.exhausted
         assert count(batches) == collector.collected_frames == collector.total_frames
@@ -668,7 +668,7 @@ class TestModes:
     @pytest.mark.parametrize("behaves", [NEXT_STEP, DISABLED])
     def test_what_it_is_called_in_texts(self, behaves):
         with Collector(Simulator(2, 3, behaves=behaves, live=False), frames_per_batch=20) as collector:
-            refusal = collector._driver.refuses_lane_resets
+            refusal = collector._worker.driver.refuses_lane_resets
         assert refusal is None or "Simulator" in refusal
 
     @pytest.mark.parametrize("behaves", [NEXT_STEP, SAME_STEP, DISABLED])
@@ -1015,7 +1015,7 @@ class TestResets:
         for source, closed in ((maker, 1), (Simulator(2, 3), 0)):
             with Collector(source, frames_per_batch=20) as collector:
                 collector.next()
-                env = collector._driver.env
+                env = collector._worker.driver.env
             assert env.closed == closed
 
     def test_a_state_gives_the_remaining_frames(self):
@@ -1141,7 +1141,7 @@ class TestMemory:
         env = Simulator(2, 3, live=False, more={"soft": lambda lane, episode, t: t.float()[:, None] * weight})
         with Collector(env, frames_per_batch=20, total_frames=80, record=RECORD) as collector:
             batches = list(checked(collector))
-            assert not any(value.requires_grad for value in collector._driver.current.values())
+            assert not any(value.requires_grad for value in collector._worker.driver.current.values())
         for batch in batches:
             assert not batch["soft"].requires_grad
             assert torch.equal(batch["soft"], batch["step_count"].float())
@@ -1427,7 +1427,7 @@ def run(
     found: list[Any] = []
     given = {"frames_per_batch": 4 * 5, "record": RECORD, **state, **options}
     with Collector(env, make(), **given) as collector:
-        assert isinstance(collector._driver, TensorLanes)
+        assert isinstance(collector._worker.driver, TensorLanes)
         collector.set_seed(5)
         for _ in range(batches):
             batch = collector.next()

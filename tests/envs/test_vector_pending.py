@@ -378,7 +378,7 @@ class TestWarmUp:
         options = {"frames_per_batch": 9, "total_frames": 90, "init_random_frames": 40}
         with collect(pending(2, 3, 7), zero, **options) as collector:
             batches = [collector.next() for _ in range(3)]
-            assert collector._engine.surplus
+            assert collector._worker.engine.surplus
             state = collector.state_dict()
         with collect(pending(2, 3, 7), zero, **options) as collector:
             collector.load_state_dict(state)
@@ -767,7 +767,7 @@ class TestAnyEpisodesAnyBatches:
                     {"reset": collector.reset, "set_seed": lambda: collector.set_seed(1)}.get(
                         verb, collector.update_policy_weights_
                     )()
-            ahead = collector._engine.surplus
+            ahead = collector._worker.engine.surplus
             if not loaded:
                 assert sum(maker.ask("steps")) == (count(batches) if batches else 0) + ahead
             else:

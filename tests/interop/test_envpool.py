@@ -1004,7 +1004,7 @@ class TestOwnership:
                 collector.next()
                 collector.set_seed(1)
                 collector.next()
-                held = collector._driver.env
+                held = collector._worker.driver.env
             assert held is not made
             assert held.closed
             assert not made.closed
@@ -1038,7 +1038,7 @@ class TestOwnership:
         made = pool(**SHORT, lanes=5, batch_size=2, seed=[9, 8, 7, 6, 5], num_threads=1)
         with Collector(made, upright, frames_per_batch=35, total_frames=350, record=RECORD) as collector:
             batches = list(checked(collector))
-            rebuilt = collector._driver.env
+            rebuilt = collector._worker.driver.env
             assert rebuilt is not made
             for name in ("num_envs", "batch_size", "max_episode_steps", "num_threads"):
                 assert rebuilt.config[name] == made.config[name]
@@ -1059,7 +1059,7 @@ class TestOwnership:
             collector.set_seed(1)
             collector.next()
             assert made[0].closed  # another took its place
-            held = collector._driver.env
+            held = collector._worker.driver.env
             assert not held.closed
         assert held.closed
         assert len(made) == 1

@@ -202,7 +202,7 @@ class TestTorchRL:
             log_prob_key=("agents", "log_prob"),
         )
         with Collector([TaggedAgents(JOINS, 0), TaggedAgents(JOINS, 1)], policy, frames_per_batch=20) as collector:
-            assert collector._plan.path == "direct"
+            assert collector._worker.plan.path == "direct"
             (batch,) = checked([collector.next()])
         torch.testing.assert_close(batch["agents", "logits"], net(batch["agents", "observation"]))
         expected = torch.distributions.Categorical(logits=batch["agents", "logits"]).log_prob(batch["agents", "action"])

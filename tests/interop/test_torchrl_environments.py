@@ -792,7 +792,7 @@ class TestRandomActions:
 
     def test_are_as_the_space_says(self):
         with Collector(Agents, by_agent(), frames_per_batch=4) as collector:
-            form = collector._driver.action_codec
+            form = collector._worker.driver.action_codec
         assert repr(form.space) == "Categorical(n=4, shape=[3], dtype=int64)"
         assert form.space.contains([0, 1, 3])
         assert not form.space.contains([0, 1, 4])
@@ -1039,9 +1039,9 @@ class TestState:
         with ours(case) as collector:
             collector.next()
             state = collector.state_dict()
-            place = collector._driver._carriers[0].env.transform[0].loc.clone()
+            place = collector._worker.driver._carriers[0].env.transform[0].loc.clone()
         with ours(case) as collector:
-            other = collector._driver._carriers[0].env.transform[0]
+            other = collector._worker.driver._carriers[0].env.transform[0]
             assert differences(other.loc, place)
             collector.load_state_dict(state)
             assert not differences(other.loc, place)

@@ -19,6 +19,7 @@ from gymnasium.wrappers.vector import ClipReward
 
 from rlcollect.errors import OptionError
 from rlcollect.testing import Breaker, Counter, Echo, Finding, Report, Reuser, Tagged, check_env
+from tests.naming import named
 
 MODES = list(AutoresetMode)
 STEPS = 100
@@ -968,7 +969,7 @@ JUNK = (None, 3, "text", [], {}, (), np.zeros(0), np.zeros((7, 7)), np.array([No
 class TestWhateverComes:
     """A report comes of it: nothing is raised by the checks themselves."""
 
-    @pytest.mark.parametrize("junk", JUNK, ids=repr)
+    @pytest.mark.parametrize("junk", JUNK, ids=named)
     @pytest.mark.parametrize("place", range(6))
     def test_from_one_environment(self, place, junk):
         class Odd(Walk):
@@ -989,7 +990,7 @@ class TestWhateverComes:
         assert told(report) or place in (2, 3) or (place in fits and isinstance(junk, type(fits[place])))
 
     @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-    @pytest.mark.parametrize("junk", JUNK, ids=repr)
+    @pytest.mark.parametrize("junk", JUNK, ids=named)
     @pytest.mark.parametrize("place", range(7))
     def test_from_lanes(self, place, junk, mode):
         class Odd(SyncVectorEnv):
@@ -1007,7 +1008,7 @@ class TestWhateverComes:
 
         assert check(lambda: Odd([functools.partial(Counter, 3)] * 2, autoreset_mode=mode), steps=40)
 
-    @pytest.mark.parametrize("junk", JUNK, ids=repr)
+    @pytest.mark.parametrize("junk", JUNK, ids=named)
     def test_from_final_observations(self, junk):
         class Odd(SyncVectorEnv):
             def step(self, actions):
@@ -1022,7 +1023,9 @@ class TestWhateverComes:
 
 
 class TestWhatIsRefused:
-    @pytest.mark.parametrize("make", [3, None, dict, lambda: "env", [Counter]], ids=str)
+    @pytest.mark.parametrize(
+        "make", [3, None, dict, lambda: "env", [Counter]], ids=["a number", "None", "a class", "a lambda", "a list"]
+    )
     def test_what_makes_no_environment(self, make):
         with pytest.raises(OptionError, match=r"gymnasium\.Env, a gymnasium\.vector\.VectorEnv"):
             check_env(make)

@@ -25,6 +25,7 @@ from torch import nn
 from rlcollect import Collector, OptionError, PolicyError
 from rlcollect.testing import check_batch
 from tests.collectors.helpers import interrupt_at_call
+from tests.naming import named
 from tests.reference import Scripted
 from tests.rollout.helpers import BOX, DISCRETE, LANES, SCRIPT, bits, collect, collecting, leaf_keys, maker, received
 
@@ -974,7 +975,7 @@ class TestWhatIsRefused:
         with pytest.raises(OptionError, match=r"initial_policy_state takes a mapping from keys to tensors"):
             collect(function, initial_policy_state=given)
 
-    @pytest.mark.parametrize("value", [None, "x", {"a": torch.zeros(1)}, [None], object()], ids=repr)
+    @pytest.mark.parametrize("value", [None, "x", {"a": torch.zeros(1)}, [None], object()], ids=named)
     def test_values_that_are_no_tensors(self, value):
         with pytest.raises(OptionError, match=r"initial_policy_state takes a mapping from keys to tensors.*hidden"):
             collect(function, initial_policy_state={"hidden": value})

@@ -29,6 +29,7 @@ from rlcollect import Collector, ExplorationType, OptionError, PolicyError, Rand
 from rlcollect.options import How
 from rlcollect.rollout.policy.intake import module_of, policy_wrapper
 from rlcollect.testing import check_batch
+from tests.naming import named
 from tests.rollout.helpers import BOX, DISCRETE, LANES, bits, collect, collecting, maker, received
 
 lanes_too = pytest.mark.parametrize("lanes", LANES, ids=["single", "one lane", "three lanes"])
@@ -143,7 +144,7 @@ class TestAFactory:
     def test_or_a_policy_not_both(self, policy):
         self.refused(OptionError, "policy and policy_factory", policy, policy_factory=Net)
 
-    @pytest.mark.parametrize("made", [None, 3, "policy", Net, RandomPolicy, (act,), torch.zeros(3)], ids=repr)
+    @pytest.mark.parametrize("made", [None, 3, "policy", Net, RandomPolicy, (act,), torch.zeros(3)], ids=named)
     def test_that_makes_no_policy_is_told_what_came(self, made):
         self.refused(
             OptionError, f"policy_factory.*should return a policy.*{re.escape(repr(made))}", policy_factory=lambda: made

@@ -22,6 +22,7 @@ from torch import nn
 
 from rlcollect import Collector, PolicyError, RandomPolicy, RlcollectError
 from rlcollect.testing import check_batch
+from tests.naming import named
 from tests.rollout.helpers import BOX, DISCRETE, LANES, bits, collect, collecting, leaf_keys, maker, received
 
 lanes_too = pytest.mark.parametrize("lanes", LANES, ids=["single", "one lane", "three lanes"])
@@ -1165,7 +1166,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "value",
         ["text", None, 5, 1.5, [1, 2, 3], object(), torch.zeros(4), torch.zeros(()), torch.zeros(2, 3)],
-        ids=repr,
+        ids=named,
     )
     def test_extra_outputs_are_tensors_of_the_lanes(self, value):
         text = self.refused(lambda o: {"action": act(o), "extra": value})

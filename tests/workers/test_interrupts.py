@@ -1,0 +1,134 @@
+"""Ctrl-C in any call, a fork of the program, late failures: no frame is lost or doubled, nothing waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from rlcollect import MultiAsyncCollector, MultiSyncCollector, WorkerTimeout
+from rlcollect.testing import Counter
+
+both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+pytestmark = pytest.mark.timeout(60)
+
+
+def endless():
+    return Counter(None)
+
+
+class interrupting:  # noqa: N801 - reads as a statement
+    """A real signal with the k-th call of a Python function inside."""
+
+    def __init__(self, number):
+        self.number = number
+        self.calls = 0
+
+    def __enter__(self):
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, argument):
+        self.calls += event == "call"
+        if self.calls == self.number and event == "call":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+
+def times_of(batches):
+    """By worker, the steps of its frames as they were delivered: t counts up while an episode goes on."""
+    rows = {0: [], 1: []}
+    for batch in batches:
+        for part in batch.unbind(0) if batch.ndim == 2 else [batch]:
+            (worker,) = set((part["collector", "traj_ids"] >> 40).tolist())
+            rows[worker] += part["observation"].flatten().tolist()
+    return rows
+
+
+@both
+def test_in_any_call_of_next_no_frame_is_lost(kind):
+    batches, interrupted = [], 0
+    with kind([endless] * 2, frames_per_batch=4, timeout=20) as collector:
+        for number in range(1, 160, 3):
+            with contextlib.suppress(KeyboardInterrupt), interrupting(number) as places:
+                batches.append(collector.next())
+            interrupted += places.calls >= number
+            batches.append(collector.next())
+        assert collector.collected_frames == sum(batch.numel() for batch in batches)
+    assert interrupted > 20
+    for times in times_of(batches).values():
+        assert times == [float(t) for t in range(len(times))]
+
+
+@both
+def test_while_weights_are_published(kind):
+    with kind([endless] * 2, frames_per_batch=4, timeout=20) as collector:
+        versions = []
+        for number in range(1, 60, 4):
+            with contextlib.suppress(KeyboardInterrupt), interrupting(number):
+                collector.update_policy_weights_()
+            versions.append(collector.policy_version)
+        assert collector.next() is not None
+    assert versions == sorted(versions)
+
+
+@both
+def test_a_function_that_fails_loses_no_rollout_of_others(kind):
+    batches = []
+    with kind([endless] * 2, frames_per_batch=4, timeout=20) as collector:
+        for _ in range(60):
+            batches.append(collector.next())
+            with pytest.raises(ZeroDivisionError):
+                collector.map_fn(lambda envs: 1 / 0)
+    for times in times_of(batches).values():
+        assert times == [float(t) for t in range(len(times))]
+
+
+@both
+def test_a_late_failure_of_what_nobody_waits_for_is_told(kind):
+    def fail(envs):
+        time.sleep(0.3)
+        raise RuntimeError("too late")
+
+    with kind([endless], frames_per_batch=4, timeout=0.1) as collector:
+        collector.next()
+        with pytest.raises(WorkerTimeout):
+            collector.map_fn(fail)
+        time.sleep(0.5)
+        with pytest.warns(UserWarning, match="nobody waits for any more.*too late"):  # noqa: PT031 - whichever of them
+            for _ in range(3):
+                collector.next()
+        assert not collector.closed
+
+
+@both
+def test_a_fork_of_the_program_leaves_the_workers_alone(kind):
+    with kind([endless] * 2, frames_per_batch=4, timeout=20) as collector:
+        collector.next()
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                collector.shutdown()
+            os._exit(0)
+        os.waitpid(child, 0)
+        for _ in range(10):
+            assert collector.next() is not None
+
+
+@both
+def test_large_commands_and_large_batches_pass_each_other(kind):
+    """A worker that sends waits for the program to read, and the program does not wait for it to read."""
+    large = torch.zeros(1_000_000)
+    with kind([endless] * 2, frames_per_batch=4000, use_buffers=False, timeout=30) as collector:
+        for _ in range(3):
+            collector.next()
+            time.sleep(0.05)
+            assert collector.map_fn(lambda envs: len(large)) == [len(large)] * 2
