@@ -16,7 +16,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for lanes in (1, 16):
         collector = Collector(cartpole, Greedy(), frames_per_batch=4096, num_envs=lanes)
-        engine = collector._engine
+        engine = collector._worker.engine
         seconds = {"plain": [], "sampled": []}
         for _ in range(30):
             for kind, countdown in (("plain", 10**9), ("sampled", 0)):
