@@ -86,6 +86,20 @@ def test_weights_and_versions_reach_it(kind):
             assert versions.unique().tolist() == [k]
 
 
+def test_weights_reach_a_module_that_a_function_uses():
+    value = Same()
+    with MultiSyncCollector(
+        [Echo],
+        lambda observation: value(observation),  # noqa: PLW0108 - a function is what is meant
+        collector_class=Noting,
+        frames_per_batch=4,
+    ) as collector:
+        with torch.no_grad():
+            value.value.fill_(0.5)
+        collector.update_policy_weights_()
+        assert (collector.next()["action"] == 0.5).all()
+
+
 def test_one_seed_gives_one_sequence():
     def first(seed):
         with MultiSyncCollector(["CartPole-v1"] * 2, collector_class=Noting, frames_per_batch=64) as collector:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -57,7 +59,7 @@ def times_of(batches):
 def test_in_any_call_of_next_no_frame_is_lost(kind):
     batches, interrupted = [], 0
     with kind([endless] * 2, frames_per_batch=4, timeout=20) as collector:
-        for number in range(1, 160, 3):
+        for number in range(1, 160):
             with contextlib.suppress(KeyboardInterrupt), interrupting(number) as places:
                 batches.append(collector.next())
             interrupted += places.calls >= number
@@ -66,6 +68,62 @@ def test_in_any_call_of_next_no_frame_is_lost(kind):
     assert interrupted > 20
     for times in times_of(batches).values():
         assert times == [float(t) for t in range(len(times))]
+
+
+class Interrupts:
+    """Real signals at random moments, from a thread, of which those inside `next` raise."""
+
+    def __init__(self, collector):
+        self._collector = collector
+        self._is_inside = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send)
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._heard)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _send(self):
+        while not self._stop.wait(random.uniform(0.001, 0.01)):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _heard(self, number, frame):
+        if self._is_inside:  # one, and none while that one is handled
+            self._is_inside = False
+            raise KeyboardInterrupt
+
+    def next(self):
+        """A batch; None if one came."""
+        try:
+            self._is_inside = True
+            batch = self._collector.next()
+            self._is_inside = False
+        except KeyboardInterrupt:
+            return None
+        return batch
+
+
+@both
+def test_at_any_moment_whichever_thread_receives_it(kind):
+    """A mask of the main thread keeps away no signal that another thread receives."""
+    caught = 0
+    with kind([endless] * 2, frames_per_batch=4, timeout=20) as collector:
+        with Interrupts(collector) as interrupts:
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
+                caught += interrupts.next() is None
+        delivered = collector.collected_frames
+        batches = [collector.next() for _ in range(20)]
+        assert collector.collected_frames == delivered + sum(batch.numel() for batch in batches)
+    assert caught > 50
+    for times in times_of(batches).values():
+        assert times == [times[0] + t for t in range(len(times))]
 
 
 @both

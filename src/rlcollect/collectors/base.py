@@ -29,6 +29,7 @@ from rlcollect.collectors.crew import Crew
 from rlcollect.collectors.gather import Gather, Made
 from rlcollect.errors import ClosedError, OptionError, WorkerDied, WorkerTimeout
 from rlcollect.failures import is_interrupt, relayed
+from rlcollect.memory.slots import SameBatch
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
 from rlcollect.processes.crossing import Parcel
@@ -93,8 +94,8 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         self._batches = 0
         self._seconds = 0.0
         self._pending: tuple[Made, ...] = ()  # made, and not delivered
-        self._is_touched = False  # whether the first of these is being processed
-        self._stored: TensorDictBase | None = None  # on a storing device, with return_same_td
+        self._is_touched = False  # whether the first of these may have been changed by a post-processing
+        self._stored = SameBatch[TensorDictBase]()  # on a storing device, with return_same_td
         self._version = 0
         self.policy: Any = policy
         started = self._start(create_env_fn, policy)
@@ -185,8 +186,8 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         with _Guard(self):
             self._before_batch()
             made = self._made()
-            self._is_touched = True
-            frames, batch = self._frames + made.frames, self._processed(self._placed(made))
+            placed, self._is_touched = self._placed(made), bool(self._sink.postproc)
+            frames, batch = self._frames + made.frames, self._processed(placed)
         seconds, rest = self._seconds + time.perf_counter() - start, self._pending[1:]
         # no call from here on: an interrupt comes before all of it or after
         self._frames, self._batches, self._seconds = frames, self._batches + 1, seconds
@@ -241,11 +242,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         if device is None or device == made.batch.device:
             return made.batch
         moved = made.batch.to(device)
-        if not self._sink.return_same_td:
-            return moved
-        if self._stored is None or self._stored.batch_size != moved.batch_size:
-            self._stored = moved
-        return self._stored.update(moved)
+        return self._stored.holding(moved) if self._sink.return_same_td else moved
 
     def rollout(self) -> TensorDictBase:
         """A full rollout as it is made: not post-processed, not counted in `total_frames`.

@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from rlcollect.collectors.crew import Arrival, Crew
 from rlcollect.layout import Key
 from rlcollect.memory.shared import Groups
+from rlcollect.memory.slots import SameBatch
 from rlcollect.processes.channel import Held
 from rlcollect.workers.messages import Abandon, Collect, Collected, Facts
 
@@ -152,7 +153,61 @@ class OneInline:
         """See `Gather`: memory is the worker's."""
 
 
-class AllOf:
+class _FromProcesses:
+    """What ways to gather from worker processes have in common: batches are kept until they are delivered.
+
+    Args:
+        crew: the workers.
+        facts: what they said of themselves.
+        groups: the memory they write to; None: batches cross as they are.
+        full: frames of a full rollout of one worker.
+        same: whether the memory itself is delivered.
+    """
+
+    keeps = True
+
+    def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool) -> None:
+        self.is_under_way = False
+        self.finished: Made | None = None
+        self._crew = crew
+        self._facts = facts
+        self._groups = groups
+        self._full = full
+        self._same = SameBatch[TensorDictBase]() if same else None
+        self._is_dropping = False
+
+    def drop(self) -> None:
+        """See `Gather`."""
+        self._is_dropping = True  # until nothing is under way: a time-out may come before
+        self._crew.withdraw()
+        self._crew.arrived.clear()
+        self._clear()
+        self.finished, self._is_dropping = None, False
+
+    def _clear(self) -> None:
+        """Nothing is under way."""
+
+    def recover(self) -> None:
+        """See `Gather`: it is kept by who asked for it."""
+
+    def lose(self) -> None:
+        """See `Gather`."""
+        self.drop()
+        self._crew.ask({worker: Abandon(0) for worker in range(len(self._facts))})
+
+    def forget(self) -> None:
+        """See `Gather`."""
+        if self._groups is not None:
+            self._groups.forget()
+
+    def let_go(self) -> None:
+        """See `Gather`."""
+        self._same = None
+        if self._groups is not None:
+            self._groups.let_go()
+
+
+class AllOf(_FromProcesses):
     """A rollout of every worker, in the order of workers. Nobody works between two batches.
 
     Args:
@@ -164,24 +219,15 @@ class AllOf:
         same: whether the memory itself is delivered.
     """
 
-    keeps = True
-
     def __init__(
         self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, dim: int | None, same: bool
     ) -> None:
-        self._crew = crew
-        self.is_under_way = False
-        self.finished: Made | None = None
-        self._facts = facts
-        self._groups = groups
-        self._full = full
+        super().__init__(crew, facts, groups, full=full, same=same)
         self._dim = dim
-        self._same = same
-        self._kept: TensorDictBase | None = None
+        self._is_copied = not same and not dim  # else it is delivered as it is, or copied when it is joined
         self._asked: list[int] = []
         self._steps = 0  # that were asked for
         self._is_extra = False  # whether what is under way is
-        self._is_dropping = False
         self._extra: Made | None = None
 
     @property
@@ -194,19 +240,23 @@ class AllOf:
         if self._is_dropping:
             self.drop()
         if self._asked and self._is_extra and not extra:  # for a `rollout` that was waited for in vain
-            self._extra = self._arrived_batch()
+            self._finish()
         if extra and self._extra is not None:
             self.finished, self._extra = self._extra, None
             return self.finished
         if self.finished is None:
             if not self._asked:
                 self._ask(steps, None if extra else left, extra=extra)
-            self.finished = self._arrived_batch()
+            self._finish()
+        if extra and self._extra is not None:
+            self.finished, self._extra = self._extra, None
+        assert self.finished is not None
         return self.finished
 
-    def _arrived_batch(self) -> Made:
+    def _finish(self) -> None:
+        """Waits for what was asked for, and makes the batch."""
         arrived = self._crew.arrived
-        if self._groups is not None and not (self._same or self._dim):
+        if self._groups is not None and self._is_copied:
             # by then one of them needs its processor no more
             self._crew.wait_for_rollouts(lambda: len(arrived) >= min(1, len(self._asked) - 1))
             self._groups.prepare(self._steps, self._form)
@@ -216,7 +266,10 @@ class AllOf:
         with Held():
             arrived.clear()
             self._asked = []
-        return made
+            if self._is_extra:
+                self._extra = made
+            else:
+                self.finished = made
 
     def _ask(self, steps: int, left: int | None, *, extra: bool) -> None:
         count = len(self._facts)
@@ -235,14 +288,14 @@ class AllOf:
         made = max(arrival.rollout.steps for arrival in came.values())
         if self._groups is None:
             return self._put_together([_batch(came[worker].rollout) for worker in self._asked])
-        if self._same or self._dim:  # as it is, or it will be copied when it is joined
-            tensors = self._groups.shown(0, room)
+        if self._is_copied:
+            tensors, batch = self._groups.owned(0, room, made, self._form)
             self._blank(tensors, came)
-            batch = self._form(tensors, made)
-            return self._as_before(batch) if self._same else batch
-        tensors, batch = self._groups.owned(0, room, made, self._form)
+            return batch
+        tensors = self._groups.shown(0, room)
         self._blank(tensors, came)
-        return batch
+        batch = self._form(tensors, made)
+        return batch if self._same is None else self._same.holding(batch)
 
     def _form(self, tensors: dict[Key, Any], made: int) -> TensorDict:
         assert self._groups is not None
@@ -264,51 +317,20 @@ class AllOf:
         except RuntimeError:  # shapes differ from worker to worker
             return lazy_stack(list(batches), 0)
 
-    def _as_before(self, batch: TensorDict) -> TensorDictBase:
-        """The same TensorDict each time."""
-        if self._kept is None or self._kept.batch_size != batch.batch_size:
-            self._kept = batch
-        return self._kept.update(batch)
-
     def pause(self) -> None:
         """See `Gather`: a batch that was waited for in vain."""
-        if self._asked and self._is_extra:
-            self._extra = self._arrived_batch()
-        elif self._asked:
-            self.finished = self._arrived_batch()
+        if self._asked:
+            self._finish()
 
     def made(self, rollouts: Sequence[int]) -> list[Made]:  # noqa: ARG002
         """See `Gather`."""
         return [] if self.finished is None else [self.finished]
 
-    def drop(self) -> None:
-        """See `Gather`."""
-        self._is_dropping = True  # until nothing is under way: a time-out may come before
-        self._crew.withdraw()
-        self._crew.arrived.clear()
-        self._asked, self.finished, self._extra, self._is_dropping = [], None, None, False
-
-    def recover(self) -> None:
-        """See `Gather`: it is kept by who asked for it."""
-
-    def lose(self) -> None:
-        """See `Gather`."""
-        self.drop()
-        self._crew.ask({worker: Abandon(0) for worker in range(len(self._facts))})
-
-    def forget(self) -> None:
-        """See `Gather`."""
-        if self._groups is not None:
-            self._groups.forget()
-
-    def let_go(self) -> None:
-        """See `Gather`."""
-        self._kept = None
-        if self._groups is not None:
-            self._groups.let_go()
+    def _clear(self) -> None:
+        self._asked, self._extra = [], None
 
 
-class FirstReady:
+class FirstReady(_FromProcesses):
     """The first rollout that is ready, whoever made it. Each worker has two at most, made or being made.
 
     Frames are granted when a rollout is asked for: what is granted, made or delivered is never more than is wanted.
@@ -321,19 +343,9 @@ class FirstReady:
         same: whether the memory itself is delivered.
     """
 
-    keeps = True
-
     def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool) -> None:
-        self._crew = crew
-        self.is_under_way = False
-        self.finished: Made | None = None
-        self._facts = facts
-        self._groups = groups
-        self._full = full
-        self._same = same
-        self._kept: TensorDictBase | None = None
+        super().__init__(crew, facts, groups, full=full, same=same)
         self._shown: int | None = None  # the group that is with the user
-        self._is_dropping = False
 
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """See `Gather`."""
@@ -346,26 +358,27 @@ class FirstReady:
         self._shown = None
         self._crew.look()
         self._grant(steps, left)
-        if self._groups is not None and not self._same and self._first() is None:
+        if self._groups is not None and self._same is None and self._first() is None:
             self._groups.prepare(self._full // self._facts[0].num_lanes, self._groups.single)
         self._crew.wait_for_rollouts(lambda: self._first() is not None)
         place = self._first()
         assert place is not None
         arrival = self._crew.arrived[place]
-        batch = self._batch(arrival, same=self._same)
+        batch = self._owned(arrival) if self._same is None else self._as_it_is(arrival, self._same)
         with Held():
             self.finished = Made(batch, arrival.rollout.frames, arrival.worker)
             del self._crew.arrived[place]
-            self._shown = arrival.command.group if self._same else None
-        if not self._same:
+            self._shown = None if self._same is None else arrival.command.group
+        if self._same is None:
             self._grant(steps, None if left is None else left - arrival.rollout.frames)
         return self.finished
 
-    def _free(self, worker: int) -> list[int]:
-        """Groups of a worker that are neither written to, nor hold what was not delivered, nor are with the user."""
+    def _free(self) -> list[list[int]]:
+        """Each worker's groups that are not written to, hold nothing to be delivered, and are not with the user."""
         used = {command.group for _, command in self._crew.under_way}
         used |= {arrival.command.group for arrival in self._crew.arrived}
-        return [group for group in range(AHEAD * worker, AHEAD * (worker + 1)) if group not in {*used, self._shown}]
+        groups = (range(AHEAD * worker, AHEAD * (worker + 1)) for worker in range(len(self._facts)))
+        return [[group for group in own if group not in used and group != self._shown] for own in groups]
 
     def _first(self) -> int | None:
         """The place of the rollout that is delivered next: a shorter one, which is granted last, after all others."""
@@ -381,35 +394,37 @@ class FirstReady:
 
     def _grant(self, steps: int, left: int | None) -> None:
         """Asks for as many rollouts as there is room for, and as frames are wanted."""
+        free, granted = self._free(), self._granted()
         for _ in range(AHEAD):
-            for worker in range(len(self._facts)):
-                free = self._free(worker)
+            for worker, groups in enumerate(free):
                 lanes = self._facts[worker].num_lanes
-                amount = steps * lanes
-                if left is not None:
-                    amount = min(amount, left - self._granted())
+                amount = steps * lanes if left is None else min(steps * lanes, left - granted)
                 is_last = amount < self._full and self._facts[worker].may_deliver_short
-                if is_last and self._granted():  # rollouts may come short, and others be the last
+                if amount <= 0 or (is_last and granted):  # rollouts may come short, and others be the last
                     return
-                if amount > 0 and free:
-                    command = Collect(-(-amount // lanes), amount if is_last else None, free[0])
+                if groups:
+                    command = Collect(-(-amount // lanes), amount if is_last else None, groups.pop(0))
                     self._crew.collect(worker, command)
+                    granted += self._frames_of(worker, command)
 
     def _granted(self) -> int:
         """Frames that are being made, or are made and not delivered."""
         coming = sum(self._frames_of(worker, command) for worker, command in self._crew.under_way)
         return coming + sum(arrival.rollout.frames for arrival in self._crew.arrived)
 
-    def _batch(self, arrival: Arrival, *, same: bool) -> TensorDictBase:
-        rollout, command = arrival.rollout, arrival.command
+    def _owned(self, arrival: Arrival) -> TensorDictBase:
+        """The batch, in memory of its own."""
+        rollout = arrival.rollout
         if self._groups is None:
             return _batch(rollout)
-        if not same:
-            return self._groups.owned(command.group, rollout.room, rollout.steps, self._groups.single)[1]
-        batch = self._groups.single(self._groups.shown(command.group, rollout.room), rollout.steps)
-        if self._kept is None or self._kept.batch_size != batch.batch_size:
-            self._kept = batch
-        return self._kept.update(batch)
+        return self._groups.owned(arrival.command.group, rollout.room, rollout.steps, self._groups.single)[1]
+
+    def _as_it_is(self, arrival: Arrival, same: SameBatch[TensorDictBase]) -> TensorDictBase:
+        """The batch, in the memory that it was made in."""
+        rollout = arrival.rollout
+        if self._groups is None:
+            return _batch(rollout)
+        return same.holding(self._groups.single(self._groups.shown(arrival.command.group, rollout.room), rollout.steps))
 
     def pause(self) -> None:
         """See `Gather`: workers go on."""
@@ -417,36 +432,13 @@ class FirstReady:
     def made(self, rollouts: Sequence[int]) -> list[Made]:
         """See `Gather`. What a worker has made since it saved its state is not in it."""
         return [
-            Made(self._batch(arrival, same=False), arrival.rollout.frames, arrival.worker)
+            Made(self._owned(arrival), arrival.rollout.frames, arrival.worker)
             for arrival in self._crew.arrived
             if arrival.rollout.number <= rollouts[arrival.worker]
         ]
 
-    def drop(self) -> None:
-        """See `Gather`."""
-        self._is_dropping = True  # until nothing is under way: a time-out may come before
-        self._crew.withdraw()
-        self._crew.arrived.clear()
-        self._shown, self.finished, self._is_dropping = None, None, False
-
-    def recover(self) -> None:
-        """See `Gather`: it is kept by who asked for it."""
-
-    def lose(self) -> None:
-        """See `Gather`."""
-        self.drop()
-        self._crew.ask({worker: Abandon(0) for worker in range(len(self._facts))})
-
-    def forget(self) -> None:
-        """See `Gather`."""
-        if self._groups is not None:
-            self._groups.forget()
-
-    def let_go(self) -> None:
-        """See `Gather`."""
-        self._kept = None
-        if self._groups is not None:
-            self._groups.let_go()
+    def _clear(self) -> None:
+        self._shown = None
 
 
 def _batch(rollout: Collected) -> TensorDictBase:

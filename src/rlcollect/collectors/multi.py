@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -33,6 +34,12 @@ from rlcollect.workers.process import packed_builds, start_pool
 __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"]
 
 START_HINT = "Allow more time (start_timeout=), or look at what it does there."
+NOT_HOSTED = frozenset(  # options that a hosted collector does not get: they are the pool's, or the worker's
+    [
+        *("frames_per_batch", "total_frames", "storing_device", "device"),
+        *("policy_factory", "pre_collect_hook", "post_collect_hook"),
+    ]
+)
 CLOSING = 1.0  # seconds that environments have to close before their processes are ended
 
 
@@ -52,38 +59,23 @@ class _Processes(BaseCollector):
         sources = self._sources(create_env_fn)
         builds = self._builds(sources, policy)
         packed = packed_builds(builds)
-        threads = torch.get_num_threads()
         pool = start_pool(len(sources), options.start_method or default_method(), options.num_sub_threads)
         crew = Crew(pool, options.timeout)
-        held: list[Callable[[], None]] = []
-        set_to: list[int] = []
-
-        owner = os.getpid()
-
-        def close() -> None:
-            try:
-                if os.getpid() == owner:  # else this is a copy, in a process that was forked from the program
-                    crew.dismiss(CLOSING)
-            finally:
-                try:
-                    pool.shutdown()
-                finally:
-                    if set_to and torch.get_num_threads() == set_to[0]:  # else somebody else has a say by now
-                        torch.set_num_threads(threads)
-                    for let_go in held:
-                        let_go()
-
+        ending = ExitStack()  # what is begun last is ended first
+        ending.callback(pool.shutdown)
+        ending.callback(_dismiss, crew, os.getpid())
         try:
             facts = crew.ask(dict(enumerate(packed)), timeout=options.start_timeout, hint=START_HINT)
             _check_alike(facts)
             gather = self._gathered(crew, facts)
-            held.append(gather.let_go)
+            ending.callback(gather.let_go)
             self._posting = Posting(crew, facts, policy)
-            held.append(self._posting.let_go)
-            told = self._set_threads(threads, facts)
-            set_to.append(told.main)
+            ending.callback(self._posting.let_go)
+            threads = self._threads(facts)
+            ending.callback(_restore_threads, threads.main, torch.get_num_threads())
+            torch.set_num_threads(threads.main)
         except BaseException:
-            close()
+            ending.close()
             raise
         return Started(
             crew=crew,
@@ -91,8 +83,8 @@ class _Processes(BaseCollector):
             gather=gather,
             share=self._share(len(facts)),
             devices=self._delivery_devices(len(facts)),
-            close=close,
-            threads=told,
+            close=ending.close,
+            threads=threads,
         )
 
     # --- what differs from kind to kind ---
@@ -161,21 +153,13 @@ class _Processes(BaseCollector):
     def _hosted_options(self, where: Where, worker: int, workers: int) -> dict[str, Any]:
         """What a collector that a worker holds is made with."""
         given: dict[str, Any] = {}
-        random = self._what.init_random_frames or 0
-        own_random = random // workers + (worker < random % workers)
-        for value in (self._what, where, self._how):
-            for name, field in option_fields([type(value)]).items():
-                mine = getattr(value, name)
-                own = name not in {"frames_per_batch", "total_frames", "storing_device", "policy_factory", "device"}
-                if (
-                    own
-                    and "hook" not in name
-                    and mine != field.default
-                    and not (name == "initial_policy_state" and not mine)
-                ):
-                    given[name] = mine
-        if "init_random_frames" in given:
-            given["init_random_frames"] = own_random
+        for options in (self._what, where, self._how):
+            for name, field in option_fields([type(options)]).items():
+                value = getattr(options, name)
+                if name not in NOT_HOSTED and value != field.default and value != {}:
+                    given[name] = value
+        if (random := self._what.init_random_frames) is not None:
+            given["init_random_frames"] = random // workers + (worker < random % workers)
         return given
 
     def _slots(self, crew: Crew, facts: Sequence[Facts], *, groups: int, together: bool) -> Groups | None:
@@ -205,6 +189,10 @@ class _Processes(BaseCollector):
         """T of a full rollout."""
         return -(-self._what.frames_per_batch // (facts[0].num_lanes * self._share(len(facts))))
 
+    def _full_frames(self, facts: Sequence[Facts]) -> int:
+        """Frames of a full rollout of one worker."""
+        return self._full_steps(facts) * facts[0].num_lanes
+
     def _delivery_devices(self, workers: int) -> list[torch.device | None]:
         wheres = self._wheres(workers)
         devices = [where.placement.storing for where in wheres]
@@ -212,13 +200,12 @@ class _Processes(BaseCollector):
             return [CPU] * workers
         return [None if device == CPU else device for device in devices]
 
-    def _set_threads(self, before: int, facts: Sequence[Facts]) -> Threads:
+    def _threads(self, facts: Sequence[Facts]) -> Threads:
+        """How many threads there are to be here, and are in the workers."""
         workers = tuple(self._workers.num_sub_threads + each.processes for each in facts)
-        main = self._workers.num_threads
-        if main is None:
-            main = before if self._rests else max(1, before - sum(workers))
-        torch.set_num_threads(main)
-        return Threads(main, workers)
+        there = torch.get_num_threads()
+        here = there if self._rests else max(1, there - sum(workers))
+        return Threads(self._workers.num_threads or here, workers)
 
     # --- talking to it ---
 
@@ -348,7 +335,7 @@ class MultiSyncCollector(_Processes):
             crew,
             facts,
             groups,
-            full=self._full_steps(facts) * facts[0].num_lanes,
+            full=self._full_frames(facts),
             dim=dim,
             same=self._sink.return_same_td,
         )
@@ -376,9 +363,7 @@ class MultiAsyncCollector(_Processes):
 
     def _gathered(self, crew: Crew, facts: Sequence[Facts]) -> Gather:
         groups = self._slots(crew, facts, groups=AHEAD * len(facts), together=False)
-        return FirstReady(
-            crew, facts, groups, full=self._full_steps(facts) * facts[0].num_lanes, same=self._sink.return_same_td
-        )
+        return FirstReady(crew, facts, groups, full=self._full_frames(facts), same=self._sink.return_same_td)
 
 
 class AsyncCollector(MultiAsyncCollector):
@@ -440,6 +425,16 @@ class _DeathCloses:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, WorkerDied):
             self._close()
+
+
+def _dismiss(crew: Crew, owner: int) -> None:
+    if os.getpid() == owner:  # else this is a copy, in a process that was forked from the program
+        crew.dismiss(CLOSING)
+
+
+def _restore_threads(here: int, before: int) -> None:
+    if torch.get_num_threads() == here:  # else somebody else has a say by now
+        torch.set_num_threads(before)
 
 
 def _check_maker(worker: int, source: Any) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy, is_private, nested
 
-__all__ = ["Block", "BlockPool", "SameSlot", "Slot", "SlotSource", "Source"]
+__all__ = ["Block", "BlockPool", "SameBatch", "SameSlot", "Slot", "SlotSource", "Source"]
 
 Array = np.ndarray[Any, Any]
+Batch = TypeVar("Batch", bound=TensorDictBase)
 REMEMBERED_STEPS = 4096  # views of longer rollouts are not kept: they would weigh more than the data
 
 
@@ -200,16 +201,26 @@ class SameSlot:
         self._source.forget()
 
 
-class _Kept(Slot):
-    def __init__(self, slot: Slot) -> None:
-        super().__init__(slot.tensors, slot.arrays, lead=slot.lead, device=slot._device)
-        self._slot = slot
-        self._batch: TensorDict | None = None
+class SameBatch(Generic[Batch]):
+    """One TensorDict that holds what each batch does, in turn; another one where the shape is another."""
 
-    def batch(self, made: int) -> TensorDict:
-        fresh = self._slot.batch(made)
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+
+    def holding(self, fresh: Batch) -> Batch:
+        """The one TensorDict, with the tensors of this batch."""
         if self._batch is None or self._batch.batch_size != fresh.batch_size:
             self._batch = fresh
         else:  # the user may have put other tensors in the place of ours
             self._batch.update(fresh)
         return self._batch
+
+
+class _Kept(Slot):
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(slot.tensors, slot.arrays, lead=slot.lead, device=slot._device)
+        self._slot = slot
+        self._same = SameBatch[TensorDict]()
+
+    def batch(self, made: int) -> TensorDict:
+        return self._same.holding(self._slot.batch(made))

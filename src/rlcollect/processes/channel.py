@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -22,20 +22,40 @@ __all__ = ["Channel", "Held", "Outbox"]
 
 
 class Held:
-    """Inside, no Ctrl-C is seen; it comes at the end."""
+    """Inside, no Ctrl-C is seen; it comes at the end, of the outermost where one stands in another.
+
+    It is noted instead of being handled, since any thread of the program may receive it: a mask of this thread alone
+    would not do. The mask is for processes that are started inside, which inherit it.
+    """
 
     def __init__(self) -> None:
-        self._before: set[Any] | None = None
+        self._mask: set[Any] | None = None
+        self._handler: Any = None
+        self._came = False
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if getattr(handler, "__func__", None) is Held._note:  # inside another
+            return
+        if handler is not None:  # else it is not Python's, and could not be put back
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+        if self._mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+        if self._came:
+            signal.raise_signal(signal.SIGINT)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as handlers are called
+        self._came = True
 
 
 class Channel:

@@ -12,14 +12,11 @@ from tensordict import TensorDictBase
 from rlcollect.envs.make import is_sequence
 from rlcollect.errors import OptionError
 from rlcollect.failures import relayed
-from rlcollect.layout import Leaf
 from rlcollect.rollout.episodes import COUNTER_BITS
-from rlcollect.rollout.policy.intake import receive, take_in, weights_of
+from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import lane_seed, seed_globals
-from rlcollect.weights.versioned import Taker
 from rlcollect.workers.messages import (
     AttachSlots,
-    AttachWeights,
     Build,
     Close,
     Collect,
@@ -34,6 +31,7 @@ from rlcollect.workers.messages import (
     Saved,
     Seed,
 )
+from rlcollect.workers.taking import Taking
 
 __all__ = ["HostedWorker"]
 
@@ -44,6 +42,10 @@ class HostedWorker:
     """Does what it is asked by way of a collector; see `messages`. Its batches cross as they are.
 
     Ids of episodes get the worker's number in front, and versions are those of the pool: the collector counts its own.
+
+    Attributes:
+        taking: takes the policy's weights.
+        facts: what it says of itself.
 
     Args:
         build: what to make.
@@ -71,14 +73,14 @@ class HostedWorker:
         self._steps = 0
         self._seconds = 0.0
         self._rollouts = 0
-        self._weights: Taker | None = None
         enter("building the policy")
-        self._acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
+        acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
+        self.taking = Taking(acting, is_alone=is_alone)
         enter("building its environments")
         frames = -(-build.what.frames_per_batch // build.share)
         options = dict(build.hosted or {})
         self._collector = build.kind(
-            build.create_env_fn, self._acting.policy, frames_per_batch=frames, total_frames=-1, **options
+            build.create_env_fn, acting.policy, frames_per_batch=frames, total_frames=-1, **options
         )
         if lacking := [name for name in NEEDED if not callable(getattr(self._collector, name, None))]:
             raise OptionError(f"collector_class={build.kind!r} lacks the method {lacking[0]!r}.")
@@ -97,10 +99,10 @@ class HostedWorker:
             state_keys=("collector", "steps", "policy_version"),
             env_state_keys=(),
             policy=f"held by a {type(self._collector).__name__}",
-            policy_device=str(self._acting.device),
-            weights=tuple(Leaf((name,), tuple(t.shape), t.dtype) for name, t in self._acting.tensors()),
+            policy_device=str(acting.device),
+            weights=self.taking.leaves,
             kept=(),
-            names=tuple(weights_of(self._acting.policy) or ()),
+            names=self.taking.names,
             processes=0,
         )
         self._handlers: dict[type[Command], Callable[[Any], Any]] = {
@@ -122,15 +124,9 @@ class HostedWorker:
     def attach_slots(self, command: AttachSlots, buffer: Any) -> None:
         """Nothing: batches cross as they are."""
 
-    def attach_weights(self, command: AttachWeights, buffer: Any) -> None:
-        """Weights come from shared memory from now on."""
-        self._weights = Taker(buffer, command.leaves)
-
     def _collect(self, command: Collect) -> Collected:
         self._enter("taking new weights")
-        if self._weights is not None and (taken := self._weights.take()) is not None:
-            version, weights = taken
-            receive(self._acting.tensors(), {key[0]: tensor for key, tensor in weights.items()})
+        if (version := self.taking.take()) is not None:
             self._versions[self._collector.update_policy_weights_()] = self._version = version
         before, after = self._hooks
         self._enter("collecting")

@@ -104,7 +104,7 @@ class _Process:
         if isinstance(command, AttachSlots):
             return self._worker.attach_slots(command, Arena.attached(descriptors[0], command.plan.nbytes))
         if isinstance(command, AttachWeights):
-            return self._worker.attach_weights(command, Arena.attached(descriptors[0], command.nbytes))
+            return self._worker.taking.attach(command, Arena.attached(descriptors[0], command.nbytes))
         result = self._worker.handle(command)
         if isinstance(command, Run):  # opened where somebody waits for it
             return Parcel.of(result)

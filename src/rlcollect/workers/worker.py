@@ -15,20 +15,16 @@ import torch
 from tensordict import TensorDictBase
 
 from rlcollect.failures import is_interrupt, relayed, warn
-from rlcollect.layout import Leaf
 from rlcollect.memory.shared import MemberSource
 from rlcollect.memory.slots import Slot
 from rlcollect.options import Sink
 from rlcollect.rollout.build import build_engine, make_driver
 from rlcollect.rollout.engine import STATE_KEYS, shares_of
-from rlcollect.rollout.policy.held import held_modules, held_names, held_tensors
-from rlcollect.rollout.policy.intake import receive, take_in, weights_of
+from rlcollect.rollout.policy.intake import take_in, weights_of
 from rlcollect.rollout.seeding import seed_globals
-from rlcollect.weights.versioned import Taker
 from rlcollect.workers.messages import (
     Abandon,
     AttachSlots,
-    AttachWeights,
     Build,
     Close,
     Collect,
@@ -43,6 +39,7 @@ from rlcollect.workers.messages import (
     Saved,
     Seed,
 )
+from rlcollect.workers.taking import Taking
 
 __all__ = ["STAGES", "Worker"]
 
@@ -69,6 +66,7 @@ class Worker:
 
     Attributes:
         acting: the policy.
+        taking: takes its weights.
         engine: makes the rollouts.
         driver: steps the environments.
         facts: what it says of itself.
@@ -95,7 +93,7 @@ class Worker:
             seed_globals(build.seed, build.worker)
         enter("building the policy")
         self.acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
-        self._held = held_modules(self.acting.policy) if is_alone else {}
+        self.taking = Taking(self.acting, is_alone=is_alone)
         enter("building its environments")
         self.driver = make_driver(
             build.create_env_fn, build.what, build.where, worker=build.worker, before_reset=self._before_reset
@@ -127,7 +125,6 @@ class Worker:
         self._owed = 0, self.engine.warmup_owed  # before the rollout of this number
         self._slots: MemberSource | None = None
         self._copies_to_slots = False
-        self._weights: Taker | None = None
         self._handlers: dict[type[Command], Callable[[Any], Any]] = {
             Collect: self._collect,
             Abandon: self._abandon,
@@ -151,10 +148,6 @@ class Worker:
         shares = shares_of(what.init_random_frames, lanes * build.workers)
         return replace(what, init_random_frames=int(shares[build.worker * lanes : (build.worker + 1) * lanes].sum()))
 
-    def _weights_here(self) -> list[tuple[str, torch.Tensor]]:
-        """What the policy computes with: its own, and that of modules that a function holds."""
-        return [*self.acting.tensors(), *held_tensors(self._held)]
-
     def _facts(self) -> Facts:
         driver = self.driver
         by_value = bool(driver.loose) or not self._build.reuse
@@ -173,9 +166,9 @@ class Worker:
             env_state_keys=tuple(driver.state_dict()),
             policy=text,
             policy_device=str(self.acting.device),
-            weights=tuple(Leaf((name,), tuple(t.shape), t.dtype) for name, t in self._weights_here()),
+            weights=self.taking.leaves,
             kept=tuple(sorted(self.acting.own)),
-            names=(*(weights_of(self.acting.policy) or ()), *held_names(self._held)),
+            names=self.taking.names,
             processes=len(multiprocessing.active_children()) if self._is_alone else 0,
         )
 
@@ -188,16 +181,14 @@ class Worker:
         self._slots = MemberSource(command.plan, buffer, command.member)
         self._copies_to_slots = not self.engine.deliver_to(self._slots)
 
-    def attach_weights(self, command: AttachWeights, buffer: Any) -> None:
-        """Weights come from shared memory from now on."""
-        self._weights = Taker(buffer, command.leaves)
-
     # --- commands ---
 
     def _collect(self, command: Collect) -> Collected:
         build, engine = self._build, self.engine
         self._owed = command.number, engine.warmup_owed
-        self._take_weights()
+        self._enter("taking new weights")
+        if (version := self.taking.take()) is not None:
+            engine.policy_version = version
         if build.how.pre_collect_hook is not None:
             self._hook(build.how.pre_collect_hook)
         if self._slots is not None:
@@ -224,12 +215,6 @@ class Worker:
             raise relayed(  # noqa: B904 - it has a cause of its own
                 error, worker=self._build.worker, lane=None, step=self.engine.steps
             )
-
-    def _take_weights(self) -> None:
-        self._enter("taking new weights")
-        if self._weights is not None and (taken := self._weights.take()) is not None:
-            self.engine.policy_version, weights = taken
-            receive(self._weights_here(), {key[0]: tensor for key, tensor in weights.items()})
 
     def _abandon(self, command: Abandon) -> None:
         number, owed = self._owed
@@ -266,8 +251,7 @@ class Worker:
         self.engine.load_state_dict(command.state)
         if "weights" in command.state:
             self.acting.load(command.state["weights"], strict=False)
-        if self._weights is not None:
-            self._weights.skip()  # what was published before; what is of the state comes afterwards
+        self.taking.skip()  # what was published before; what is of the state comes afterwards
         return self.report()
 
     def _close(self, command: Close) -> None:  # noqa: ARG002
