@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -56,7 +57,7 @@ class TestRows:
         assert (board.stage(1), board.count(1)) == ("resting", 5)
 
     def test_rows_share_no_cache_line(self):
-        assert Board.nbytes(1) % 64 == 0
+        assert Board.nbytes(1) % 128 == 0
         assert Board.nbytes(5) == 5 * Board.nbytes(1)
 
 
@@ -90,3 +91,33 @@ class TestWords:
         board.row(0).enter("resting")
         assert board.told(0) == "resting, for 0.0 s"
         assert board.count(0) == 4
+
+
+class TestStops:
+    def test_are_of_a_command_and_those_before_it(self, board):
+        row = board.row(1)
+        assert not row.is_to_stop(1)
+        board.stop(1, 5)
+        assert [row.is_to_stop(number) for number in (4, 5, 6)] == [True, True, False]
+        assert not board.row(0).is_to_stop(5)
+
+    def test_a_late_one_takes_nothing_back(self, board):
+        board.stop(0, 5)
+        board.stop(0, 3)
+        assert board.row(0).is_to_stop(5)
+
+
+class TestKept:
+    def test_is_of_one_command(self, board):
+        board.row(2).keep(7, 40)
+        assert [board.kept(2, number) for number in (6, 7, 8)] == [0, 40, 0]
+        assert board.kept(0, 7) == 0
+
+    def test_of_large_numbers(self, board):
+        board.row(0).keep(2**31 - 1, 2**32 - 1)
+        assert board.kept(0, 2**31 - 1) == 2**32 - 1
+
+    def test_when_it_was_last_heard_of(self, board):
+        before = time.monotonic()
+        board.row(0).beat(1)
+        assert before - 1e-3 <= board.beat(0) <= time.monotonic()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -594,3 +595,64 @@ class TestShutdown:
     def test_a_start_that_fails_leaves_nothing(self):
         with pytest.raises(OptionError, match="start_method"):
             new_pool(2, method="thread")
+
+
+class TestRestart:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_after_a_death(self, method):
+        with pool_of(2, method) as pool:
+            before = pids(pool)
+            os.kill(before[0], signal.SIGKILL)
+            with pytest.raises(WorkerDied, match="worker 0 "):
+                pool.ready(None)
+            pool.restart(0)
+            after = pids(pool)
+            assert after[1] == before[1]
+            assert after[0] != before[0]
+        assert not any(is_alive(pid) for pid in (*before, *after))
+
+    def test_of_one_that_is_busy(self):
+        with pool_of() as pool:
+            pool.submit(0, ("call", time.sleep, LONG))
+            (old,) = (process.pid for process in pool._processes)
+            start = time.monotonic()
+            pool.restart(0)
+            assert time.monotonic() - start < 20, "it is to be over within seconds"
+            assert not is_alive(old)
+            assert answer(pool, ("echo", 1)) == 1
+
+    def test_what_the_others_say_is_heard(self):
+        with pool_of(2) as pool:
+            number = pool.submit(1, ("echo", 5))
+            pool.restart(0)
+            (reply,) = replies(pool, 1)
+            assert (reply.id, reply.value) == (number, 5)
+
+    def test_two_that_are_gone(self):
+        with pool_of(3) as pool:
+            for pid in pids(pool)[:2]:
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(2):
+                with pytest.raises(WorkerDied) as raised:
+                    pool.ready(None)
+                pool.restart(raised.value.worker)
+            assert len({*pids(pool)}) == 3
+
+    def test_a_command_may_have_the_number_that_it_had(self):
+        with pool_of() as pool:
+            number = pool.submit(0, ("call", os._exit, 3))
+            with pytest.raises(WorkerDied):
+                pool.ready(None)
+            pool.restart(0)
+            assert pool.submit(0, ("echo", 1), number=number) == number
+            (reply,) = replies(pool, 1)
+            assert (reply.id, reply.value) == (number, 1)
+
+    def test_leaves_nothing_behind(self):
+        with pool_of(2) as pool:
+            pids(pool)
+            before = len([*Path("/proc/self/fd").iterdir()])
+            for _ in range(5):
+                pool.restart(0)
+            pids(pool)
+            assert len([*Path("/proc/self/fd").iterdir()]) == before

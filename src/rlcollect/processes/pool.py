@@ -54,6 +54,11 @@ class ProcessPool:
         name: str = "worker",
         preload: str | None = None,
     ) -> None:
+        self._make = make
+        self._method = method
+        self._stages = tuple(stages)
+        self._name = name
+        self._preload = preload
         self._processes: list[BaseProcess] = []
         self._channels: list[Outbox] = []
         self._next_id = 0
@@ -65,25 +70,62 @@ class ProcessPool:
         self.board = Board(self._page.buffer, stages)
         try:
             for worker in range(count):
-                here, there = multiprocessing.Pipe(duplex=True)
-                with there:
-                    args = (worker, tuple(stages), make)
-                    inherited = [*[channel.connection for channel in self._channels], here]
-                    process = launch(
-                        method, serve, there, args, name=f"{name}-{worker}", preload=preload, inherited=inherited
-                    )
+                process, channel = self._launched(worker)
                 self._processes.append(process)
-                self._channels.append(Outbox(here))
-            for worker, channel in enumerate(self._channels):
-                self._sent(worker, channel, self._page.nbytes, [self._page.fd])
+                self._channels.append(channel)
+            for worker in range(count):
+                self._welcome(worker)
         except BaseException:
             self.shutdown()
             raise
 
+    def _launched(self, worker: int) -> tuple[BaseProcess, Outbox]:
+        here, there = multiprocessing.Pipe(duplex=True)
+        with there:
+            process = launch(
+                self._method,
+                serve,
+                there,
+                (worker, self._stages, self._make),
+                name=f"{self._name}-{worker}",
+                preload=self._preload,
+                inherited=[*[channel.connection for channel in self._channels], here],
+            )
+        return process, Outbox(here)
+
+    def _welcome(self, worker: int) -> None:
+        self._sent(worker, self._page.nbytes, [self._page.fd])
+
     def __len__(self) -> int:
         return len(self._processes)
 
-    def submit(self, worker: int, command: Any, *, in_turn: bool = True, descriptors: Sequence[int] = ()) -> int:
+    def restart(self, worker: int) -> None:
+        """Puts a new process in the place of one: what the old one was doing, or had been sent, is lost.
+
+        Its row of the board keeps what the old one had written, until the new one writes there.
+        """
+        self._channels[worker].close()
+        self._end([self._processes[worker]], LET_GO if worker not in self._gone else 0.0)
+        self._gone = [gone for gone in self._gone if gone != worker]
+        process, channel = self._launched(worker)
+        with Held():
+            self._processes[worker], self._channels[worker] = process, channel
+        self._welcome(worker)
+
+    def new_number(self) -> int:
+        """A number for a command."""
+        self._next_id += 1
+        return self._next_id
+
+    def submit(
+        self,
+        worker: int,
+        command: Any,
+        *,
+        in_turn: bool = True,
+        descriptors: Sequence[int] = (),
+        number: int | None = None,
+    ) -> int:
         """Sends a command; its reply has the number that is returned.
 
         Args:
@@ -91,6 +133,7 @@ class ProcessPool:
             command: what; by value, unless it has `is_plain`.
             in_turn: after those that were sent before; else as soon as the one under way is done.
             descriptors: file descriptors that go with it.
+            number: that it gets; None: a new one.
 
         Raises:
             OptionError: it cannot be pickled. Nothing was sent.
@@ -98,10 +141,9 @@ class ProcessPool:
         """
         is_plain = getattr(command, "is_plain", False)
         body = pickle.dumps(command) if is_plain else packed(command, getattr(command, "title", "command"))
-        self._next_id += 1
-        request = Request(self._next_id, body, in_turn, len(descriptors))
-        self._sent(worker, self._channels[worker], request, descriptors)
-        return self._next_id
+        number = self.new_number() if number is None else number
+        self._sent(worker, Request(number, body, in_turn, len(descriptors)), descriptors)
+        return number
 
     def withdraw(self, worker: int) -> int:
         """The commands that wait for their turn there are not to be done; each gets its reply nevertheless."""
@@ -147,20 +189,18 @@ class ProcessPool:
 
     def _awake(self, timeout: float | None) -> tuple[list[int], list[int]]:
         """Workers that have said something, and workers that have ended; sends what waits to be sent meanwhile."""
-        speak: dict[int, bool] = {}
-        take: dict[int, bool] = {}
-        end: dict[int, bool] = {}
+        speak, take, end = set[int](), set[int](), set[int]()
         with selectors.PollSelector() as selector:
             for worker, (channel, process) in enumerate(zip(self._channels, self._processes, strict=True)):
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.is_behind else 0)
                 selector.register(channel.fileno(), events, (speak, worker))
                 selector.register(process.sentinel, selectors.EVENT_READ, (end, worker))
             for key, events in selector.select(timeout):
-                kind, worker = key.data
+                said, worker = key.data
                 if events & selectors.EVENT_READ:
-                    kind[worker] = True
+                    said.add(worker)
                 if events & selectors.EVENT_WRITE:
-                    take[worker] = True
+                    take.add(worker)
         for worker in take:
             self._flushed(worker)
         return sorted(speak), sorted(end)
@@ -188,37 +228,30 @@ class ProcessPool:
             channel.close()
         if os.getpid() != self._owner:  # a copy, in a process that was forked from the program
             return
-        ends: list[tuple[Callable[[BaseProcess], None], float]] = [
-            (_let_go, timeout),
-            (_terminate, TERMINATE),
-            (_kill, KILL),
-        ]
         try:
-            for end, seconds in ends:
-                self._end_all(end, seconds)
+            self._end(self._processes, timeout)
+        finally:
+            self._processes = []
+            self.board.let_go()
+            self._page.let_go()
+
+    def _end(self, processes: Sequence[BaseProcess], timeout: float) -> None:
+        """Ends processes whose pipes are closed."""
+        try:
+            _join(processes, timeout)  # they end when they look
+            for process in _living(processes):
+                process.terminate()
+            _join(processes, TERMINATE)
         finally:  # a Ctrl-C here means at once
-            for process in self._processes:
-                if process.is_alive():
-                    process.kill()
-            self._forget_all()
+            for process in _living(processes):
+                process.kill()
+            _join(processes, KILL)
+            for process in processes:
+                if not process.is_alive():
+                    process.close()
 
-    def _end_all(self, end: Callable[[BaseProcess], None], seconds: float) -> None:
-        living = [process for process in self._processes if process.is_alive()]
-        deadline = time.monotonic() + seconds
-        for process in living:
-            end(process)
-        for process in living:
-            process.join(max(0.0, deadline - time.monotonic()))
-
-    def _forget_all(self) -> None:
-        for process in self._processes:
-            if not process.is_alive():
-                process.close()
-        self._processes = []
-        self.board.let_go()
-        self._page.let_go()
-
-    def _sent(self, worker: int, channel: Outbox, message: Any, descriptors: Sequence[int]) -> None:
+    def _sent(self, worker: int, message: Any, descriptors: Sequence[int]) -> None:
+        channel = self._channels[worker]
         try:
             channel.send(message)
             channel.send_descriptors(descriptors)
@@ -237,9 +270,8 @@ class ProcessPool:
         process = self._processes[worker]
         process.join(KILL)
         code, stage = process.exitcode, self.board.stage(worker)
-        number = (
-            -code if code is not None and code < 0 else (code or 0) - 128
-        )  # it may end by itself when it is told to
+        # it may end by itself when it is told to, with the code that shells give to signals
+        number = -code if code is not None and code < 0 else (code or 0) - 128
         if number in signal.valid_signals():
             how = f"was killed by {signal.Signals(number).name}"
             if number == signal.SIGKILL:
@@ -255,13 +287,11 @@ class ProcessPool:
         )
 
 
-def _let_go(process: BaseProcess) -> None:
-    """Its pipe is closed: it ends when it looks."""
+def _living(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
+    return [process for process in processes if process.is_alive()]
 
 
-def _terminate(process: BaseProcess) -> None:
-    process.terminate()
-
-
-def _kill(process: BaseProcess) -> None:
-    process.kill()
+def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in _living(processes):
+        process.join(max(0.0, deadline - time.monotonic()))
