@@ -18,12 +18,12 @@ from rlcollect.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from rlcollect.interfaces import Interruptor
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import ExplorationType, exploration_type, set_exploration_type
 from rlcollect.rollout.policy.intake import RandomPolicy
 from rlcollect.rollout.policy.recurrent import RecurrentModule
-from rlcollect.stats import Spread, Stats, Threads, TimeShares
+from rlcollect.stats import Late, Spread, Stats, Threads, TimeShares, WorkerStats
+from rlcollect.workers.interruptor import Interruptor
 
 __all__ = [
     "AsyncCollector",
@@ -34,6 +34,7 @@ __all__ = [
     "ExplorationType",
     "Interruptor",
     "InvalidBatchError",
+    "Late",
     "MultiAsyncCollector",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
@@ -52,6 +53,7 @@ __all__ = [
     "TimeShares",
     "WorkerDied",
     "WorkerError",
+    "WorkerStats",
     "WorkerTimeout",
     "aSyncDataCollector",
     "exploration_type",

@@ -216,7 +216,18 @@ class WorkerPool(Protocol):
     def __len__(self) -> int:
         """How many there are."""
 
-    def submit(self, worker: int, command: Any, *, in_turn: bool = True, descriptors: Sequence[int] = ()) -> int:
+    def new_number(self) -> int:
+        """A number for a command, larger than those before."""
+
+    def submit(
+        self,
+        worker: int,
+        command: Any,
+        *,
+        in_turn: bool = True,
+        descriptors: Sequence[int] = (),
+        number: int | None = None,
+    ) -> int:
         """Has a command done.
 
         Args:
@@ -224,10 +235,14 @@ class WorkerPool(Protocol):
             command: what.
             in_turn: after all that were submitted before; else before those that wait for their turn.
             descriptors: file descriptors that go with it.
+            number: that it gets; None: a new one.
 
         Returns:
             Its number.
         """
+
+    def stop(self, worker: int, number: int) -> None:
+        """A command of this number, or of a lower one, may end early if it can. Nothing waits for that."""
 
     def withdraw(self, worker: int) -> int:
         """Commands that wait for their turn are not to be done: they get replies that say so, before this one's."""

@@ -53,7 +53,7 @@ ELSEWHERE = {  # names that users of this field may try
     **dict.fromkeys(
         (
             *("replay_buffer", "extend_buffer", "weight_updater", "weight_sync_schemes"),
-            *("trajs_per_batch", "preemptive_threshold"),
+            "trajs_per_batch",
         ),
         LATER,
     ),
@@ -65,7 +65,7 @@ ALIASES = {  # the same under another name
 WORKERS_ONLY = "there is one worker, in this process; it is an option of MultiSyncCollector, MultiAsyncCollector and "
 WORKERS_ONLY += "AsyncCollector"
 DEVICES = ("device", "policy_device", "env_device", "storing_device")
-RECORDABLE = ("is_init", "step_count", "worker")
+RECORDABLE = ("is_init", "step_count", "worker", "mask")
 
 
 def _option(doc: str, default: Any = dataclasses.MISSING) -> Any:
@@ -182,8 +182,9 @@ class What:
     )
     track_traj_ids: bool = _option('Record ("collector", "traj_ids").', True)
     record: Sequence[str] = _option(
-        'Optional keys to record: "is_init", "step_count", "worker". "is_init" is recorded also when '
-        "the policy reads it; a policy that takes any TensorDict finds it there when it is recorded.",
+        'Optional keys to record: "is_init", "step_count", "worker", "mask". "is_init" is recorded also when '
+        'the policy reads it; a policy that takes any TensorDict finds it there when it is recorded. "mask" says '
+        "which rows hold a frame, and is recorded wherever some may hold none.",
         (),
     )
     info_keys: Sequence[NestedKey] | Mapping[NestedKey, gym.Space[Any] | None] = _option(
@@ -395,8 +396,9 @@ class How:
         None,
     )
     interruptor: Any = _option(
-        "An object with `start_collection()`, `stop_collection()` and `collection_stopped()`: asked after each step; "
-        "a rollout that it stops is delivered short. In a `Collector` alone: worker processes refuse it.",
+        "An `Interruptor`, or an object with its methods `start_collection()`, `stop_collection()` and "
+        "`collection_stopped()`: asked after each step; a rollout that it stops is delivered short. Where there are "
+        "worker processes, an object of another class is asked here, every 10 ms while they are waited for.",
         None,
     )
 
@@ -529,8 +531,31 @@ class Stacking:
         "worker's batch (-1: time).",
         "stack",
     )
+    preemptive_threshold: float | None = _option(
+        "A share of the workers, above 0 and up to 1: when so many have finished their rollouts, the others are not "
+        "waited for. None: all are.",
+        None,
+    )
+    stragglers: Literal["stop", "continue"] = _option(
+        'What becomes of the others then. "stop": they end theirs with the frame under way; rows that they have not '
+        'made are marked (`("collector", "mask")` is False), or left out where rollouts are joined in time. '
+        '"continue": they go on, and their rollouts come whole in a later batch; each batch has those that are ready, '
+        'as many as there are, and `("collector", "worker")` says whose.',
+        "stop",
+    )
 
     def __post_init__(self) -> None:
+        share = self.preemptive_threshold
+        if share is not None and not (
+            isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        ):
+            raise OptionError(f"preemptive_threshold must be a share of the workers, in (0, 1], not {share!r}.")
+        if self.stragglers not in ("stop", "continue"):
+            raise OptionError(f'stragglers must be "stop" or "continue", not {self.stragglers!r}.')
+        if self.stragglers == "continue" and share is None:
+            raise OptionError(
+                'stragglers="continue" needs preemptive_threshold=: the share of workers that are waited for.'
+            )
         if self.cat_results != "stack" and (
             isinstance(self.cat_results, bool) or not isinstance(self.cat_results, int)
         ):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Spread", "Stats", "Threads", "TimeShares"]
+__all__ = ["Late", "Spread", "Stats", "Threads", "TimeShares", "WorkerStats"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,38 @@ class Threads:
 
 
 @dataclass(frozen=True)
+class WorkerStats:
+    """What one worker's frames came to.
+
+    Attributes:
+        restarts: how many times it was put in the place of one that failed.
+        dropped: frames that were made and never delivered: see `Stats`; and those lost when it failed, as far as known.
+        preempted: frames that were not made, since the rollout was ended early.
+        late: frames that were delivered in a later batch than they were begun for.
+    """
+
+    restarts: int = 0
+    dropped: int = 0
+    preempted: int = 0
+    late: int = 0
+
+
+@dataclass(frozen=True)
+class Late:
+    """Rollouts that came in a later batch than they were begun for.
+
+    Attributes:
+        rollouts: how many there were.
+        batches: how many batches later, of the last hundred.
+        versions: how many updates of the weights their frames were behind when they were delivered, of the same.
+    """
+
+    rollouts: int
+    batches: Spread
+    versions: Spread
+
+
+@dataclass(frozen=True)
 class Stats:
     """Figures of a collector, so far.
 
@@ -92,6 +125,8 @@ class Stats:
         dropped: frames that lanes had made ahead of others and that were never delivered: when the last batch came,
             when a rollout was broken off, or when a state was loaded.
         threads: None where there are no worker processes.
+        workers: one a worker.
+        late: None where no rollout can be.
     """
 
     frames: int
@@ -105,11 +140,22 @@ class Stats:
     time: TimeShares | None
     dropped: int = 0
     threads: Threads | None = None
+    workers: tuple[WorkerStats, ...] = ()
+    late: Late | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """Flat, for loggers: `{"frames": ..., "episode_return/mean": ...}`; what is not known yet is left out."""
-        flat: dict[str, float] = {}
-        for name, value in dataclasses.asdict(self).items():
-            parts = {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
-            flat.update({key: number for key, number in parts.items() if number is not None})
-        return flat
+        """Flat, for loggers: `{"frames": ..., "episode_return/mean": ..., "workers/0/restarts": ...}`.
+
+        What is not known yet is left out.
+        """
+        return dict(_flat("", dataclasses.asdict(self)))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, list | tuple):
+        value = {str(place): part for place, part in enumerate(value)}
+    if isinstance(value, dict):
+        for part, inner in value.items():
+            yield from _flat(f"{name}/{part}" if name else part, inner)
+    elif value is not None:
+        yield name, value

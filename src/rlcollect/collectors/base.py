@@ -188,6 +188,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             made = self._made()
             placed, self._is_touched = self._placed(made), bool(self._sink.postproc)
             frames, batch = self._frames + made.frames, self._processed(placed)
+        self._crew.tally.note_late(made.late, self._version)
         seconds, rest = self._seconds + time.perf_counter() - start, self._pending[1:]
         # no call from here on: an interrupt comes before all of it or after
         self._frames, self._batches, self._seconds = frames, self._batches + 1, seconds
@@ -301,6 +302,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             "lanes that are far behind others are delivered short": any(
                 facts.may_deliver_short for facts in self._facts
             ),
+            str(self._gather.cuts_short): self._gather.cuts_short is not None,
         }
         if why := next((why for why, holds in unknown.items() if holds), None):
             raise TypeError(f"The number of batches is not known: {why}.")
@@ -390,10 +392,11 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
     def stats(self) -> Stats:
         """Figures so far: frames, speed, episodes, where the time goes."""
         reports = self._reports()
+        dropped = [report.dropped + (report.surplus if self.exhausted else 0) for report in reports]
         return Stats(
             frames=self._frames,
             batches=self._batches,
-            dropped=sum(report.dropped + (report.surplus if self.exhausted else 0) for report in reports),
+            dropped=sum(dropped) + sum(self._crew.tally.dropped),
             seconds=self._seconds,
             frames_per_second=self._frames / self._seconds if self._seconds else 0.0,
             episodes=sum(report.episodes for report in reports),
@@ -402,6 +405,8 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             policy_version=self._version,
             time=TimeShares.mean([report.shares() for report in reports]),
             threads=self._started.threads,
+            workers=self._crew.tally.workers(dropped),
+            late=self._crew.tally.late() if self._gather.can_be_late else None,
         )
 
     def _reports(self) -> Sequence[Report]:

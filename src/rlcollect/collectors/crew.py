@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rlcollect.collectors.tally import Tally
 from rlcollect.errors import WorkerDied, WorkerTimeout
 from rlcollect.failures import warn
 from rlcollect.interfaces import WorkerPool
@@ -22,6 +23,7 @@ from rlcollect.workers.messages import Close, Collect, Collected, Command, Repor
 __all__ = ["Arrival", "Crew"]
 
 WARNINGS = 1000  # that are passed on at most
+ASKED_EACH = 0.01  # seconds between two questions to an interruptor of the user's own making
 USUAL = -1.0  # the collector's own time limit
 LATE_HINT = "Nothing is lost: call again to go on waiting, allow more (timeout=), or shut the collector down."
 
@@ -48,17 +50,23 @@ class Crew:
         pool: the workers.
         arrived: rollouts in the order in which they were finished.
         reports: the newest of each worker.
+        tally: what became of each one's frames.
 
     Args:
         pool: the workers.
         timeout: seconds that a wait may take; None: any.
+        is_stopped: asked now and then, while workers are waited for, whether rollouts are to end early.
     """
 
-    def __init__(self, pool: WorkerPool, timeout: float | None) -> None:
+    def __init__(
+        self, pool: WorkerPool, timeout: float | None, *, is_stopped: Callable[[], bool] | None = None
+    ) -> None:
         self.pool = pool
         self.arrived: deque[Arrival] = deque()
         self.reports = [Report() for _ in range(len(pool))]
+        self.tally = Tally(len(pool))
         self._timeout = timeout
+        self._is_stopped = is_stopped
         self._under_way: dict[int, tuple[int, Collect]] = {}
         self._awaited: dict[int, int] = {}
         self._answers: dict[int, Any] = {}
@@ -67,10 +75,19 @@ class Crew:
 
     # --- rollouts ---
 
-    def collect(self, worker: int, command: Collect) -> None:
-        """Has a rollout made; it will arrive."""
+    def collect(self, worker: int, command: Collect) -> int:
+        """Has a rollout made; it will arrive. Its number."""
         with Held():
-            self._under_way[self.pool.submit(worker, command)] = worker, command
+            number = self.pool.new_number()
+            command = replace(command, number=number)
+            self.pool.submit(worker, command, number=number)
+            self._under_way[number] = worker, command
+        return number
+
+    def stop(self) -> None:
+        """Rollouts that are under way end with their next frame, and arrive as they are."""
+        for number, (worker, _) in self._under_way.items():
+            self.pool.stop(worker, number)
 
     @property
     def under_way(self) -> Sequence[tuple[int, Collect]]:
@@ -171,10 +188,18 @@ class Crew:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not enough():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            replies = self.pool.ready(left)
+            replies = self.pool.ready(self._asked_meanwhile(left))
             if not replies and left is not None and time.monotonic() >= (deadline or 0.0):
                 raise self._late(timeout, lacking(), hint)
             self._take(replies)
+
+    def _asked_meanwhile(self, left: float | None) -> float | None:
+        """Asks whether to stop rollouts; the seconds until that is to be asked again, or that are left."""
+        if self._is_stopped is None or not self._under_way:
+            return left
+        if self._is_stopped():
+            self.stop()
+        return ASKED_EACH if left is None else min(left, ASKED_EACH)
 
     def _take(self, replies: Sequence[Reply]) -> None:
         came, failures = [], []

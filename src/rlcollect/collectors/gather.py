@@ -1,32 +1,27 @@
-"""Which rollouts make a batch: the one there is, those of all workers, or the first that is ready.
+"""How batches come about: asks the crew for rollouts, and makes a batch of what arrives.
 
-A policy of gathering asks the crew for rollouts and makes a batch of what arrives. It knows the memory that rollouts
-lie in, and neither environments nor what becomes of the batch.
+A way to gather knows the memory that rollouts lie in, and neither environments nor what becomes of the batch. The one
+for a worker in this process is here; `together` and `as_ready` have those for worker processes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 
-from rlcollect.collectors.crew import Arrival, Crew
-from rlcollect.layout import Key
+from rlcollect.collectors.crew import Crew
+from rlcollect.collectors.tally import LateRollout
 from rlcollect.memory.shared import Groups
 from rlcollect.memory.slots import SameBatch
-from rlcollect.processes.channel import Held
-from rlcollect.workers.messages import Abandon, Collect, Collected, Facts
+from rlcollect.workers.messages import Abandon, Collect, Facts
 
-__all__ = ["AllOf", "FirstReady", "Gather", "Made", "OneInline"]
-
-MASK: Key = ("collector", "mask")
-IDS: Key = ("collector", "traj_ids")
-NO_EPISODE = -1
-AHEAD = 2  # rollouts that an asynchronous worker holds at most
+__all__ = ["FromProcesses", "Gather", "Made", "OneInline", "needed"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +32,13 @@ class Made:
         batch: as it is delivered, but for what is done with it afterwards.
         frames: in it.
         worker: whose it is, if it is one worker's.
+        late: rollouts in it that were begun for an earlier one.
     """
 
     batch: TensorDictBase
     frames: int
     worker: int | None = None
+    late: tuple[LateRollout, ...] = ()
 
     def as_state(self) -> dict[str, Any]:
         """As plain values and tensors, which any loader takes; a batch that has others stays a TensorDict."""
@@ -67,6 +64,8 @@ class Gather(Protocol):
     keeps: bool  # whether a batch that is not delivered can be delivered later
     is_under_way: bool  # whether there is one; who delivers it says that it was
     finished: Made | None  # the one that `next` has returned; who keeps it says so
+    cuts_short: str | None  # why batches may be shorter than was asked for, in words; None: they are not
+    can_be_late: bool  # whether rollouts may come in a later batch than they were begun for
 
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """The next batch.
@@ -108,6 +107,8 @@ class OneInline:
     """
 
     keeps = False  # it may have been changed when its delivery was broken off, and new episodes cost nothing here
+    cuts_short: str | None = None
+    can_be_late = False
 
     def __init__(self, crew: Crew, forget: Callable[[], None]) -> None:
         self._crew = crew
@@ -119,9 +120,8 @@ class OneInline:
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """See `Gather`."""
         crew = self._crew
-        self._number += 1
         self.is_under_way = True
-        crew.collect(0, Collect(steps, None if extra else left, number=self._number))
+        self._number = crew.collect(0, Collect(steps, None if extra else left))
         try:
             crew.wait_for_rollouts(lambda: bool(crew.arrived))
         finally:
@@ -153,7 +153,7 @@ class OneInline:
         """See `Gather`: memory is the worker's."""
 
 
-class _FromProcesses:
+class FromProcesses:
     """What ways to gather from worker processes have in common: batches are kept until they are delivered.
 
     Args:
@@ -165,6 +165,8 @@ class _FromProcesses:
     """
 
     keeps = True
+    cuts_short: str | None = None
+    can_be_late = False
 
     def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool) -> None:
         self.is_under_way = False
@@ -200,6 +202,11 @@ class _FromProcesses:
         if self._groups is not None:
             self._groups.forget()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no batch is being waited for."""
+        return self.finished is None
+
     def let_go(self) -> None:
         """See `Gather`."""
         self._same = None
@@ -207,249 +214,6 @@ class _FromProcesses:
             self._groups.let_go()
 
 
-class AllOf(_FromProcesses):
-    """A rollout of every worker, in the order of workers. Nobody works between two batches.
-
-    Args:
-        crew: the workers.
-        facts: what they said of themselves.
-        groups: the memory they write to; None: batches cross as they are.
-        full: frames of a full rollout of one worker.
-        dim: the dimension of a worker's batch in which they are joined; None: they are stacked.
-        same: whether the memory itself is delivered.
-    """
-
-    def __init__(
-        self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, dim: int | None, same: bool
-    ) -> None:
-        super().__init__(crew, facts, groups, full=full, same=same)
-        self._dim = dim
-        self._is_copied = not same and not dim  # else it is delivered as it is, or copied when it is joined
-        self._asked: list[int] = []
-        self._steps = 0  # that were asked for
-        self._is_extra = False  # whether what is under way is
-        self._extra: Made | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._asked and self.finished is None
-
-    def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
-        """See `Gather`."""
-        if self._is_dropping:
-            self.drop()
-        if self._asked and self._is_extra and not extra:  # for a `rollout` that was waited for in vain
-            self._finish()
-        if extra and self._extra is not None:
-            self.finished, self._extra = self._extra, None
-            return self.finished
-        if self.finished is None:
-            if not self._asked:
-                self._ask(steps, None if extra else left, extra=extra)
-            self._finish()
-        if extra and self._extra is not None:
-            self.finished, self._extra = self._extra, None
-        assert self.finished is not None
-        return self.finished
-
-    def _finish(self) -> None:
-        """Waits for what was asked for, and makes the batch."""
-        arrived = self._crew.arrived
-        if self._groups is not None and self._is_copied:
-            # by then one of them needs its processor no more
-            self._crew.wait_for_rollouts(lambda: len(arrived) >= min(1, len(self._asked) - 1))
-            self._groups.prepare(self._steps, self._form)
-        self._crew.wait_for_rollouts(lambda: len(arrived) == len(self._asked))
-        came = {arrival.worker: arrival for arrival in arrived}
-        made = Made(self._joined(came), sum(arrival.rollout.frames for arrival in arrived))
-        with Held():
-            arrived.clear()
-            self._asked = []
-            if self._is_extra:
-                self._extra = made
-            else:
-                self.finished = made
-
-    def _ask(self, steps: int, left: int | None, *, extra: bool) -> None:
-        count = len(self._facts)
-        asked = list(range(count))
-        shares: list[int | None] = [None] * count
-        if left is not None and self._facts[0].may_deliver_short and left < count * self._full:  # it may be the last
-            shares = [left // count + (worker < left % count) for worker in range(count)]
-            asked = [worker for worker in asked if shares[worker]]
-        with Held():
-            self._steps, self._asked, self._is_extra = steps, asked, extra
-            for worker in asked:
-                self._crew.collect(worker, Collect(steps, shares[worker]))
-
-    def _joined(self, came: dict[int, Arrival]) -> TensorDictBase:
-        room = next(iter(came.values())).rollout.room
-        made = max(arrival.rollout.steps for arrival in came.values())
-        if self._groups is None:
-            return self._put_together([_batch(came[worker].rollout) for worker in self._asked])
-        if self._is_copied:
-            tensors, batch = self._groups.owned(0, room, made, self._form)
-            self._blank(tensors, came)
-            return batch
-        tensors = self._groups.shown(0, room)
-        self._blank(tensors, came)
-        batch = self._form(tensors, made)
-        return batch if self._same is None else self._same.holding(batch)
-
-    def _form(self, tensors: dict[Key, Any], made: int) -> TensorDict:
-        assert self._groups is not None
-        if self._dim is None:
-            return self._groups.stacked(tensors, made)
-        return self._groups.joined(tensors, made, self._dim)
-
-    def _blank(self, tensors: dict[Key, Any], came: dict[int, Arrival]) -> None:
-        """Rows that workers have not made are marked as such, where rows can be."""
-        if MASK in tensors:
-            for worker in range(len(self._facts)):
-                _blank(tensors, worker, came[worker].rollout.steps if worker in came else 0)
-
-    def _put_together(self, batches: Sequence[TensorDictBase]) -> TensorDictBase:
-        if self._dim is not None:
-            return torch.cat(list(batches), self._dim)
-        try:
-            return torch.stack(list(batches), 0)
-        except RuntimeError:  # shapes differ from worker to worker
-            return lazy_stack(list(batches), 0)
-
-    def pause(self) -> None:
-        """See `Gather`: a batch that was waited for in vain."""
-        if self._asked:
-            self._finish()
-
-    def made(self, rollouts: Sequence[int]) -> list[Made]:  # noqa: ARG002
-        """See `Gather`."""
-        return [] if self.finished is None else [self.finished]
-
-    def _clear(self) -> None:
-        self._asked, self._extra = [], None
-
-
-class FirstReady(_FromProcesses):
-    """The first rollout that is ready, whoever made it. Each worker has two at most, made or being made.
-
-    Frames are granted when a rollout is asked for: what is granted, made or delivered is never more than is wanted.
-
-    Args:
-        crew: the workers.
-        facts: what they said of themselves.
-        groups: the memory they write to; None: batches cross as they are.
-        full: frames of a full rollout.
-        same: whether the memory itself is delivered.
-    """
-
-    def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool) -> None:
-        super().__init__(crew, facts, groups, full=full, same=same)
-        self._shown: int | None = None  # the group that is with the user
-
-    def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
-        """See `Gather`."""
-        if extra and left is not None:
-            left += steps * self._facts[0].num_lanes
-        if self.finished is not None:
-            return self.finished
-        if self._is_dropping:
-            self.drop()
-        self._shown = None
-        self._crew.look()
-        self._grant(steps, left)
-        if self._groups is not None and self._same is None and self._first() is None:
-            self._groups.prepare(self._full // self._facts[0].num_lanes, self._groups.single)
-        self._crew.wait_for_rollouts(lambda: self._first() is not None)
-        place = self._first()
-        assert place is not None
-        arrival = self._crew.arrived[place]
-        batch = self._owned(arrival) if self._same is None else self._as_it_is(arrival, self._same)
-        with Held():
-            self.finished = Made(batch, arrival.rollout.frames, arrival.worker)
-            del self._crew.arrived[place]
-            self._shown = None if self._same is None else arrival.command.group
-        if self._same is None:
-            self._grant(steps, None if left is None else left - arrival.rollout.frames)
-        return self.finished
-
-    def _free(self) -> list[list[int]]:
-        """Each worker's groups that are not written to, hold nothing to be delivered, and are not with the user."""
-        used = {command.group for _, command in self._crew.under_way}
-        used |= {arrival.command.group for arrival in self._crew.arrived}
-        groups = (range(AHEAD * worker, AHEAD * (worker + 1)) for worker in range(len(self._facts)))
-        return [[group for group in own if group not in used and group != self._shown] for own in groups]
-
-    def _first(self) -> int | None:
-        """The place of the rollout that is delivered next: a shorter one, which is granted last, after all others."""
-        first: dict[int, int] = {}  # of each worker: its own come in order
-        for place, arrival in enumerate(self._crew.arrived):
-            first.setdefault(arrival.worker, place)
-            if self._frames_of(arrival.worker, arrival.command) == self._full:
-                return first[arrival.worker]
-        return 0 if self._crew.arrived and not self._crew.under_way else None
-
-    def _frames_of(self, worker: int, command: Collect) -> int:
-        return command.steps * self._facts[worker].num_lanes
-
-    def _grant(self, steps: int, left: int | None) -> None:
-        """Asks for as many rollouts as there is room for, and as frames are wanted."""
-        free, granted = self._free(), self._granted()
-        for _ in range(AHEAD):
-            for worker, groups in enumerate(free):
-                lanes = self._facts[worker].num_lanes
-                amount = steps * lanes if left is None else min(steps * lanes, left - granted)
-                is_last = amount < self._full and self._facts[worker].may_deliver_short
-                if amount <= 0 or (is_last and granted):  # rollouts may come short, and others be the last
-                    return
-                if groups:
-                    command = Collect(-(-amount // lanes), amount if is_last else None, groups.pop(0))
-                    self._crew.collect(worker, command)
-                    granted += self._frames_of(worker, command)
-
-    def _granted(self) -> int:
-        """Frames that are being made, or are made and not delivered."""
-        coming = sum(self._frames_of(worker, command) for worker, command in self._crew.under_way)
-        return coming + sum(arrival.rollout.frames for arrival in self._crew.arrived)
-
-    def _owned(self, arrival: Arrival) -> TensorDictBase:
-        """The batch, in memory of its own."""
-        rollout = arrival.rollout
-        if self._groups is None:
-            return _batch(rollout)
-        return self._groups.owned(arrival.command.group, rollout.room, rollout.steps, self._groups.single)[1]
-
-    def _as_it_is(self, arrival: Arrival, same: SameBatch[TensorDictBase]) -> TensorDictBase:
-        """The batch, in the memory that it was made in."""
-        rollout = arrival.rollout
-        if self._groups is None:
-            return _batch(rollout)
-        return same.holding(self._groups.single(self._groups.shown(arrival.command.group, rollout.room), rollout.steps))
-
-    def pause(self) -> None:
-        """See `Gather`: workers go on."""
-
-    def made(self, rollouts: Sequence[int]) -> list[Made]:
-        """See `Gather`. What a worker has made since it saved its state is not in it."""
-        return [
-            Made(self._owned(arrival), arrival.rollout.frames, arrival.worker)
-            for arrival in self._crew.arrived
-            if arrival.rollout.number <= rollouts[arrival.worker]
-        ]
-
-    def _clear(self) -> None:
-        self._shown = None
-
-
-def _batch(rollout: Collected) -> TensorDictBase:
-    assert rollout.batch is not None
-    return rollout.batch
-
-
-def _blank(tensors: dict[Key, Any], worker: int, made: int) -> None:
-    """Rows that a worker has not made are marked as such."""
-    mask = tensors[MASK][worker]
-    if made < mask.shape[-1]:
-        for key, tensor in tensors.items():
-            time = mask.ndim - 1
-            tensor[worker].narrow(time, made, mask.shape[-1] - made).fill_(NO_EPISODE if key == IDS else 0)
+def needed(share: float, count: int) -> int:
+    """How many of so many workers are this share."""
+    return min(count, math.ceil(share * count - 1e-9))  # 0.1 * 30 is a little more than 3

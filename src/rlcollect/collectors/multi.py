@@ -13,10 +13,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from rlcollect.collectors.as_ready import AHEAD, FirstReady, Quorum
 from rlcollect.collectors.base import BaseCollector, Started, lane_indices, worker_numbers
 from rlcollect.collectors.crew import Crew
-from rlcollect.collectors.gather import AHEAD, AllOf, FirstReady, Gather
+from rlcollect.collectors.gather import Gather
 from rlcollect.collectors.posting import Posting
+from rlcollect.collectors.together import AllOf
 from rlcollect.devices import CPU
 from rlcollect.envs.make import is_sequence, space_difference
 from rlcollect.envs.open import is_environment
@@ -28,7 +30,8 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.launch import default_method
 from rlcollect.rollout.policy.intake import module_of
 from rlcollect.stats import Threads
-from rlcollect.workers.messages import AttachSlots, Build, Facts
+from rlcollect.workers.interruptor import Interruptor
+from rlcollect.workers.messages import AttachInterruptor, AttachSlots, Build, Facts
 from rlcollect.workers.process import packed_builds, start_pool
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"]
@@ -52,21 +55,19 @@ class _Processes(BaseCollector):
     def _start(self, create_env_fn: Any, policy: Any) -> Started:
         options: Workers = self._options[Workers]
         self._workers = options
-        if self._how.interruptor is not None:
-            raise OptionError(
-                f"{type(self).__name__} does not take interruptor=: this release has it in a Collector only."
-            )
+        self._check_hosted()
         sources = self._sources(create_env_fn)
         builds = self._builds(sources, policy)
         packed = packed_builds(builds)
         pool = start_pool(len(sources), options.start_method or default_method(), options.num_sub_threads)
-        crew = Crew(pool, options.timeout)
+        crew = Crew(pool, options.timeout, is_stopped=self._is_stopped)
         ending = ExitStack()  # what is begun last is ended first
         ending.callback(pool.shutdown)
         ending.callback(_dismiss, crew, os.getpid())
         try:
             facts = crew.ask(dict(enumerate(packed)), timeout=options.start_timeout, hint=START_HINT)
             _check_alike(facts)
+            self._attach_interruptor(crew)
             gather = self._gathered(crew, facts)
             ending.callback(gather.let_go)
             self._posting = Posting(crew, facts, policy)
@@ -87,7 +88,37 @@ class _Processes(BaseCollector):
             threads=threads,
         )
 
+    def _check_hosted(self) -> None:
+        if self._workers.collector_class is None:
+            return
+        for name, given in (
+            ("interruptor", self._how.interruptor is not None),
+            ("preemptive_threshold", self._pre_empts()),
+        ):
+            if given:
+                raise OptionError(f"{name} does not go with collector_class=: what it holds cannot be stopped midway.")
+
+    @property
+    def _is_stopped(self) -> Callable[[], bool] | None:
+        """What is to be asked here: an interruptor that workers cannot see."""
+        interruptor = self._how.interruptor
+        return None if interruptor is None or isinstance(interruptor, Interruptor) else interruptor.collection_stopped
+
+    def _attach_interruptor(self, crew: Crew) -> None:
+        if isinstance(self._how.interruptor, Interruptor):
+            shared = self._how.interruptor.shared
+            command = AttachInterruptor(shared.nbytes)
+            crew.ask(dict.fromkeys(range(len(crew.pool)), command), descriptors=[shared.fd])
+
     # --- what differs from kind to kind ---
+
+    def _pre_empts(self) -> bool:
+        """Whether workers may be told to end a rollout early."""
+        return False
+
+    def _needs_recorded(self) -> tuple[str, ...]:
+        """Optional keys that batches of this kind need."""
+        return ()
 
     def _sources(self, create_env_fn: Any) -> Sequence[Any]:
         """What each worker makes its environments of."""
@@ -137,9 +168,9 @@ class _Processes(BaseCollector):
         return Build(
             source,
             policy,
-            self._what,
+            replace(self._what, record=(*self._what.record, *self._needs_recorded())),
             replace(where, storing_device=None, device=None, policy_device=where.policy_device or where.device),
-            self._how.of_worker(worker, workers),
+            replace(self._how.of_worker(worker, workers), interruptor=None),
             reuse=self._sink.use_buffers,
             same=False,
             worker=worker,
@@ -148,6 +179,7 @@ class _Processes(BaseCollector):
             seed=torch.initial_seed(),
             kind=kind,
             hosted=None if kind is None else self._hosted_options(where, worker, workers),
+            can_stop=self._pre_empts() or self._how.interruptor is not None,
         )
 
     def _hosted_options(self, where: Where, worker: int, workers: int) -> dict[str, Any]:
@@ -162,7 +194,9 @@ class _Processes(BaseCollector):
             given["init_random_frames"] = random // workers + (worker < random % workers)
         return given
 
-    def _slots(self, crew: Crew, facts: Sequence[Facts], *, groups: int, together: bool) -> Groups | None:
+    def _slots(
+        self, crew: Crew, facts: Sequence[Facts], *, groups: int, together: bool, most: int = 1
+    ) -> Groups | None:
         """Shared memory for rollouts, which workers write to from now on; None: they cross as they are."""
         leaves = facts[0].leaves
         if leaves is None:
@@ -181,7 +215,7 @@ class _Processes(BaseCollector):
             for worker in range(len(facts)):
                 command = AttachSlots(plan, worker if together else 0)
                 crew.ask({worker: command}, descriptors=[arena.fd])
-            return Groups(plan, arena.buffer, reuse=self._sink.use_buffers, device=told)
+            return Groups(plan, arena.buffer, reuse=self._sink.use_buffers, device=told, most=most)
         finally:
             arena.let_go()  # mapped there, and by what is made of it
 
@@ -317,12 +351,29 @@ class MultiSyncCollector(_Processes):
         return workers
 
     @property
+    def _stacking(self) -> Stacking:
+        stacking: Stacking = self._options[Stacking]
+        return stacking
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._stacking.stragglers == "continue"
+
+    def _pre_empts(self) -> bool:
+        return self._stacking.preemptive_threshold is not None and not self._goes_on
+
+    def _needs_recorded(self) -> tuple[str, ...]:
+        if self._goes_on:
+            return ("worker",)
+        return ("mask",) if self._pre_empts() or self._how.interruptor is not None else ()
+
+    @property
     def _is_between(self) -> bool:
-        assert isinstance(self._gather, AllOf)
+        assert isinstance(self._gather, AllOf | Quorum)
         return self._gather.is_idle
 
     def _gathered(self, crew: Crew, facts: Sequence[Facts]) -> Gather:
-        stacking: Stacking = self._options[Stacking]
+        stacking = self._stacking
         dim, dims = None, len(facts[0].lead) + 1
         if stacking.cat_results != "stack":
             dim = stacking.cat_results + dims if stacking.cat_results < 0 else stacking.cat_results
@@ -330,15 +381,13 @@ class MultiSyncCollector(_Processes):
                 raise OptionError(
                     f"cat_results={stacking.cat_results}: a worker's batches have {dims} dimension(s), time last."
                 )
+        form: dict[str, Any] = {"full": self._full_frames(facts), "dim": dim, "same": self._sink.return_same_td}
+        quorum = stacking.preemptive_threshold or 1.0
+        if self._goes_on:
+            groups = self._slots(crew, facts, groups=AHEAD * len(facts), together=False, most=len(facts))
+            return Quorum(crew, facts, groups, quorum=quorum, **form)
         groups = self._slots(crew, facts, groups=1, together=True)
-        return AllOf(
-            crew,
-            facts,
-            groups,
-            full=self._full_frames(facts),
-            dim=dim,
-            same=self._sink.return_same_td,
-        )
+        return AllOf(crew, facts, groups, quorum=quorum, may_stop=self._how.interruptor is not None, **form)
 
 
 class MultiAsyncCollector(_Processes):

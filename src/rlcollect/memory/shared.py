@@ -8,7 +8,7 @@ piece, to memory that is the user's. Knows nothing of processes: the memory is g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from rlcollect.layout import Arrays, Key, Layout, Leaf, has_numpy, is_private, nested
 from rlcollect.memory.slots import REMEMBERED_STEPS, BlockPool, Slot
 
-__all__ = ["Groups", "MemberSource", "SlotPlan"]
+__all__ = ["Form", "Groups", "MemberSource", "SlotPlan"]
 
 Array = np.ndarray[Any, Any]
 Form = Callable[[dict[Key, torch.Tensor], int], TensorDict]
@@ -145,13 +145,16 @@ class Groups:
         buffer: the memory.
         reuse: whether memory that the user let go of is used again.
         device: what batches say their device is.
+        most: members of the largest batch that is made of several groups.
     """
 
-    def __init__(self, plan: SlotPlan, buffer: Array, *, reuse: bool, device: torch.device | None) -> None:
+    def __init__(
+        self, plan: SlotPlan, buffer: Array, *, reuse: bool, device: torch.device | None, most: int = 1
+    ) -> None:
         self._plan = plan
         self._buffer = buffer
         self._device = device
-        self._pool = BlockPool(plan.group_bytes, keep=2 if reuse else 0)
+        self._pool = BlockPool(max(plan.group_bytes, replace(plan, members=most).group_bytes), keep=2 if reuse else 0)
         self._prepared: _Prepared | None = None
 
     def shown(self, group: int, steps: int) -> dict[Key, torch.Tensor]:
@@ -190,30 +193,55 @@ class Groups:
 
     def stacked(self, tensors: dict[Key, torch.Tensor], made: int) -> TensorDict:
         """As a batch `[M, *lead, made]`; keys that begin with `_` stay behind."""
-        return self._batch(tensors, (self._plan.members, *self._plan.lead), made)
+        members = len(next(iter(tensors.values())))
+        return self._batch(tensors, (members, *self._plan.lead), made)
 
     def single(self, tensors: dict[Key, torch.Tensor], made: int) -> TensorDict:
         """Of a group with one member: as its batch `[*lead, made]`."""
         return self._batch({key: tensor[0] for key, tensor in tensors.items()}, self._plan.lead, made)
 
-    def joined(self, tensors: dict[Key, torch.Tensor], made: int, dim: int) -> TensorDict:
+    def joined(self, tensors: dict[Key, torch.Tensor], made: Sequence[int], dim: int) -> TensorDict:
         """As a batch of all members one after the other, in a dimension of their batches: a copy, but in the first.
 
         Args:
             tensors: `[M, N, T, *shape]` by key.
-            made: steps.
+            made: steps of each member: so many are in the batch where they are joined in time, else the most of all.
             dim: counted from 0; that of time comes last.
         """
-        lead, members = self._plan.lead, self._plan.members
+        lead, members, most = self._plan.lead, len(made), max(made)
         split = {key: tensor.view(members, *lead, *self._behind(tensor)) for key, tensor in tensors.items()}
-        cut = {key: tensor.narrow(1 + len(lead), 0, made) for key, tensor in split.items()}
+        shape = [*lead, most]
+        if dim == len(lead):
+            shape[dim] = sum(made)
+        else:
+            shape[dim] *= members
+        if dim == len(lead) and min(made) < most:
+            joined = {
+                key: torch.cat([part.narrow(dim, 0, steps) for part, steps in zip(tensor, made, strict=True)], dim)
+                for key, tensor in split.items()
+            }
+            return self._named(joined, shape)
+        cut = {key: tensor.narrow(1 + len(lead), 0, most) for key, tensor in split.items()}
         if dim:
             joined = {key: torch.cat(tensor.unbind(0), dim) for key, tensor in cut.items()}
         else:
             joined = {key: tensor.flatten(0, 1) for key, tensor in cut.items()}
-        shape = [*lead, made]
-        shape[dim] *= members
         return self._named(joined, shape)
+
+    def picked(self, groups: Sequence[int], steps: int) -> dict[Key, torch.Tensor]:
+        """Copies of several groups with one member each, as those of one with several: `[M, N, T, *shape]` by key.
+
+        Args:
+            groups: which, in order.
+            steps: that all are divided for.
+        """
+        lease, _ = self._pool.take()
+        plan = replace(self._plan, members=len(groups))
+        tensors = plan.carve(lease, steps)
+        for member, group in enumerate(groups):
+            for key, tensor in self.shown(group, steps).items():
+                tensors[key][member].copy_(tensor[0])
+        return tensors
 
     def _behind(self, tensor: torch.Tensor) -> torch.Size:
         return tensor.shape[1:] if self._plan.num_lanes is None else tensor.shape[2:]

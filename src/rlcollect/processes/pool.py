@@ -145,6 +145,10 @@ class ProcessPool:
         self._sent(worker, Request(number, body, in_turn, len(descriptors)), descriptors)
         return number
 
+    def stop(self, worker: int, number: int) -> None:
+        """The worker may end early what has this number, or a lower one; its row of the board says so."""
+        self.board.stop(worker, number)
+
     def withdraw(self, worker: int) -> int:
         """The commands that wait for their turn there are not to be done; each gets its reply nevertheless."""
         return self.submit(worker, None, in_turn=False)

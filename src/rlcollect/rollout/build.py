@@ -249,7 +249,7 @@ def _leaves(driver: EnvDriver, plan: Plan | None, what: What) -> list[Leaf]:
         marks.insert(0, Leaf(("traj_ids",), (), torch.int64))
     if "worker" in recorded:
         marks.append(Leaf(("worker",), (), torch.int64))
-    if _is_scratch(driver):
+    if _is_scratch(driver) or "mask" in recorded:
         marks.append(Leaf(("mask",), (), torch.bool))
     return [
         *driver.leaves,

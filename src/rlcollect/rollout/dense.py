@@ -34,14 +34,14 @@ class DenseEngine(Engine):
         self._ended_at_limit: list[tuple[int, int]] = []  # by the environment itself: both flags, as TimeLimit has it
         self._mixed: MixedActor | None = None
 
-    def rollout(self, steps: int, at_most: int | None = None) -> TensorDictBase:  # noqa: ARG002 - lanes divide all counts
+    def rollout(self, steps: int, at_most: int | None = None) -> TensorDictBase:
         """See `Engine`."""
         self._prepare()
         slot: Slot = self._memory.take(steps)
         try:
             self._seen_ends, self._ended_at_limit = 0, []
             self._births = self.steps - self.episodes.ages
-            made = self._make(slot, steps)
+            made = self._make(slot, steps if at_most is None else min(steps, -(-at_most // self._driver.num_lanes)))
             self._fill(slot.arrays, made)
             self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
         except BaseException:
@@ -76,7 +76,7 @@ class DenseEngine(Engine):
             self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
 
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
-        stop = t + 1 if self._interruptor is not None else steps
+        stop = t + 1 if self.interruptor is not None else steps
         if self._limit is not None:
             stop = min(stop, int(self._births.min()) + self._limit - self.steps)
         if self._policy is None:
@@ -125,8 +125,9 @@ class DenseEngine(Engine):
         versions.fill(RANDOM_VERSION if self._policy is None else self.policy_version)
         if self._policy is not None and self.warmup_left.any():
             versions[:, :made][np.arange(made) < self.warmup_left[:, None]] = RANDOM_VERSION
-        if "worker" in self._recorded:
-            arrays["collector", "worker"].fill(self._worker)
+        for name, value in (("worker", self._worker), ("mask", True)):
+            if name in self._recorded:
+                arrays["collector", name].fill(value)
         self._fill_episodes(arrays, made)
 
     def _fill_episodes(self, arrays: Mapping[Key, Array], made: int) -> None:

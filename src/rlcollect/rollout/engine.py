@@ -53,6 +53,7 @@ class Engine:
 
     Attributes:
         beat: told now and then how many steps were made: a sign of life.
+        interruptor: asked after each step whether to stop; None: nobody is.
         policy_version: written on every frame whose action the policy computes.
         warmup_left: int64 `[N]`, random frames that each lane still has to make.
         steps: steps of every lane made so far.
@@ -108,7 +109,7 @@ class Engine:
         self._worker = worker
         self._set_truncated = what.set_truncated
         self._recorded = what.recorded
-        self._interruptor: Interruptor | None = how.interruptor
+        self.interruptor: Interruptor | None = how.interruptor
         self._window = (0, 0)  # the steps of the rollout under way for which there are views
         self._reset_at_each_iter = what.reset_at_each_iter
         self._due: set[int] = set()  # lanes to be reset before the next rollout
@@ -227,7 +228,7 @@ class Engine:
                 self.sampler.countdown -= stop - t
             t = stop
             self._after(t)
-            if self._interruptor is not None and self._stopped(self._interruptor, t):
+            if self.interruptor is not None and self._stopped(self.interruptor, t):
                 self.interrupted = True
                 break
         return t

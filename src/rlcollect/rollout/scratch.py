@@ -180,12 +180,12 @@ class ScratchEngine(Engine):
 
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
         if self._policy is None:
-            return self._random, t + 1 if self._interruptor is not None else steps
+            return self._random, t + 1 if self.interruptor is not None else steps
         if not self.warmup_left.any():
             if t:
                 self._settle(t)
             self._policy.enter(t)
-            each = self._interruptor is not None or self._policy.has_state
+            each = self.interruptor is not None or self._policy.has_state
             return self._policy, t + 1 if each else steps
         by_chance = self.warmup_left[self._rows.row_lanes[t]] > 0
         width = self._width

@@ -15,6 +15,7 @@ from rlcollect.failures import relayed
 from rlcollect.rollout.episodes import COUNTER_BITS
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import lane_seed, seed_globals
+from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.messages import (
     AttachSlots,
     Build,
@@ -52,6 +53,7 @@ class HostedWorker:
         enter: told what is being done.
         beat: see `Worker`.
         is_alone: whether the process is this worker's own.
+        stops: nothing is asked of it.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class HostedWorker:
         *,
         beat: Callable[[int], None] | None = None,  # noqa: ARG002 - its collector gives no sign of life
         is_alone: bool = False,
+        stops: Stops | None = None,  # noqa: ARG002 - it is not to be stopped
     ) -> None:
         if is_alone:
             seed_globals(build.seed, build.worker)
@@ -149,7 +152,7 @@ class HostedWorker:
         steps = int(made.batch_size[-1])
         mask = made.get(("collector", "mask"), None)
         frames = made.numel() if mask is None else int(mask.sum())
-        return Collected(steps, steps, frames, made, report, self._rollouts, time.monotonic_ns())
+        return Collected(steps, steps, frames, made, report, self._rollouts, self._version, time.monotonic_ns())
 
     def _marked(self, batch: TensorDictBase) -> TensorDictBase:
         marks: Mapping[str, Any] = {

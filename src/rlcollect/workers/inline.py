@@ -35,11 +35,27 @@ class InlinePool:
     def __len__(self) -> int:
         return 1
 
-    def submit(self, worker: int, command: Command, *, in_turn: bool = True, descriptors: Sequence[int] = ()) -> int:  # noqa: ARG002
-        """See `WorkerPool`. Memory is the program's own: there is nothing to attach."""
+    def new_number(self) -> int:
+        """See `WorkerPool`."""
         self._next_id += 1
-        (self._waiting if in_turn else self._at_once).append((self._next_id, command))
         return self._next_id
+
+    def submit(
+        self,
+        worker: int,  # noqa: ARG002
+        command: Command,
+        *,
+        in_turn: bool = True,
+        descriptors: Sequence[int] = (),  # noqa: ARG002
+        number: int | None = None,
+    ) -> int:
+        """See `WorkerPool`. Memory is the program's own: there is nothing to attach."""
+        number = self.new_number() if number is None else number
+        (self._waiting if in_turn else self._at_once).append((number, command))
+        return number
+
+    def stop(self, worker: int, number: int) -> None:
+        """See `WorkerPool`: nothing is under way when this is called."""
 
     def withdraw(self, worker: int) -> int:
         """See `WorkerPool`."""

@@ -18,6 +18,7 @@ from rlcollect.stats import TimeShares
 
 __all__ = [
     "Abandon",
+    "AttachInterruptor",
     "AttachSlots",
     "AttachWeights",
     "Build",
@@ -67,6 +68,7 @@ class Build(Command):
         seed: torch's in the program, of which streams are children when nothing else is said.
         kind: a collector to hold in the place of an engine; None: an engine.
         hosted: the options of that collector.
+        can_stop: whether its rollouts may have to end early.
     """
 
     create_env_fn: Any
@@ -82,6 +84,7 @@ class Build(Command):
     seed: int
     kind: Any = None
     hosted: Mapping[str, Any] | None = None
+    can_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,17 @@ class AttachWeights(Command):
 
 
 @dataclass(frozen=True)
+class AttachInterruptor(Command):
+    """Look at the user's `Interruptor` in shared memory. Answer: None.
+
+    Attributes:
+        nbytes: how large it is.
+    """
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Collect(Command):
     """Make a rollout. Answer: `Collected`.
 
@@ -118,7 +132,7 @@ class Collect(Command):
         steps: T.
         at_most: frames over all lanes, where that is fewer; None: no limit.
         group: where it goes in shared memory.
-        number: which it is, for who may have to call it lost.
+        number: which it is, for who may have to stop it, or to call it lost.
     """
 
     is_plain: ClassVar[bool] = True
@@ -333,6 +347,7 @@ class Collected:
         batch: where it does not lie in shared memory.
         report: how the worker is doing.
         number: how many rollouts the worker has made, with this one.
+        version: of the weights that it was made with.
         finished: when it was done, by the machine's monotonic clock, in nanoseconds.
     """
 
@@ -342,6 +357,7 @@ class Collected:
     batch: TensorDictBase | None
     report: Report
     number: int
+    version: int
     finished: int
 
     @property

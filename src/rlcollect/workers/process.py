@@ -13,7 +13,9 @@ from rlcollect.processes.board import Row
 from rlcollect.processes.crossing import Parcel, packed, unpacked
 from rlcollect.processes.pool import ProcessPool
 from rlcollect.workers.hosted import HostedWorker
+from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.messages import (
+    AttachInterruptor,
     AttachSlots,
     AttachWeights,
     Build,
@@ -82,6 +84,7 @@ class _Process:
         self._number = number
         self._row = row
         self._worker: Worker | HostedWorker | None = None
+        self._stops = Stops(row.is_to_stop)
         torch.set_num_threads(threads)
         row.enter("importing what it was sent")
 
@@ -98,13 +101,15 @@ class _Process:
             policy = None if command.policy is None else unpacked(command.policy)
             build = replace(command, create_env_fn=unpacked(command.create_env_fn), policy=policy)
             kind: Any = Worker if build.kind is None else HostedWorker
-            self._worker = kind(build, self._row.enter, beat=self._row.beat, is_alone=True)
+            self._worker = kind(build, self._row.enter, beat=self._row.beat, is_alone=True, stops=self._stops)
             return self._worker.facts
         assert self._worker is not None
         if isinstance(command, AttachSlots):
             return self._worker.attach_slots(command, Arena.attached(descriptors[0], command.plan.nbytes))
         if isinstance(command, AttachWeights):
             return self._worker.taking.attach(command, Arena.attached(descriptors[0], command.nbytes))
+        if isinstance(command, AttachInterruptor):
+            return self._stops.attach(Arena.attached(descriptors[0], command.nbytes))
         result = self._worker.handle(command)
         if isinstance(command, Run):  # opened where somebody waits for it
             return Parcel.of(result)

@@ -22,6 +22,7 @@ from rlcollect.rollout.build import build_engine, make_driver
 from rlcollect.rollout.engine import STATE_KEYS, shares_of
 from rlcollect.rollout.policy.intake import take_in, weights_of
 from rlcollect.rollout.seeding import seed_globals
+from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.messages import (
     Abandon,
     AttachSlots,
@@ -76,6 +77,7 @@ class Worker:
         enter: told what is being done, in the words of `STAGES`.
         beat: told now and then how many steps were made.
         is_alone: whether the process is this worker's own, and so are its random generators.
+        stops: says when to end a rollout early; None: the user's `interruptor` does, if there is one.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Worker:
         *,
         beat: Callable[[int], None] | None = None,
         is_alone: bool = False,
+        stops: Stops | None = None,
     ) -> None:
         self._build = build
         self._enter = enter
@@ -119,6 +122,9 @@ class Worker:
             self.driver.close()
             raise
         self.engine.beat = beat or self.engine.beat
+        self._stops = stops
+        if stops is not None and build.can_stop:
+            self.engine.interruptor = stops
         self.facts = self._facts()
         self._seconds = 0.0
         self._rollouts = 0
@@ -193,6 +199,8 @@ class Worker:
             self._hook(build.how.pre_collect_hook)
         if self._slots is not None:
             self._slots.choose(command.group)
+        if self._stops is not None:
+            self._stops.command = command.number
         self._enter("collecting")
         start = time.perf_counter()
         batch = engine.rollout(command.steps, command.at_most)
@@ -204,7 +212,8 @@ class Worker:
             self._hook(build.how.post_collect_hook, batch.copy() if self._slots is not None else batch)
         made = int(batch.batch_size[-1])
         kept, room = (batch, made) if self._slots is None else (None, self._slots.taken)
-        return Collected(made, room, engine.frames, kept, self.report(), self._rollouts, time.monotonic_ns())
+        numbers = self._rollouts, engine.policy_version
+        return Collected(made, room, engine.frames, kept, self.report(), *numbers, time.monotonic_ns())
 
     def _hook(self, hook: Callable[..., Any], *arguments: Any) -> None:
         self._enter("running a hook")
