@@ -16,6 +16,7 @@ from rlcollect.errors import (
     SpaceError,
     WorkerDied,
     WorkerError,
+    WorkerRestarted,
     WorkerTimeout,
 )
 from rlcollect.memory.trajectories import split_trajectories
@@ -53,6 +54,7 @@ __all__ = [
     "TimeShares",
     "WorkerDied",
     "WorkerError",
+    "WorkerRestarted",
     "WorkerStats",
     "WorkerTimeout",
     "aSyncDataCollector",

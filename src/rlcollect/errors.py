@@ -13,7 +13,8 @@ RlcollectError
 ├── InvalidBatchError      a batch breaks an invariant; raised by `rlcollect.testing`              (also AssertionError)
 └── DatasetError           a dataset cannot be written or read                                     (also OSError)
 
-Each text says what was expected, what came, and what to do about it.
+Each text says what was expected, what came, and what to do about it. One warning has a class of its own:
+`WorkerRestarted`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "SpaceError",
     "WorkerDied",
     "WorkerError",
+    "WorkerRestarted",
     "WorkerTimeout",
 ]
 
@@ -118,3 +120,17 @@ class InvalidBatchError(RlcollectError, AssertionError):
 
 class DatasetError(RlcollectError, OSError):
     """A dataset cannot be written or read."""
+
+
+class WorkerRestarted(UserWarning):
+    """A worker failed, and another is put in its place.
+
+    Attributes:
+        worker: its number.
+        cause: what it failed by.
+    """
+
+    def __init__(self, message: str, *, worker: int, cause: BaseException) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.cause = cause

@@ -74,7 +74,7 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be made: {type(failure).__name__})"
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """A warning that points at the first line outside this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rlcollect."):

@@ -15,7 +15,16 @@ import torch
 
 from rlcollect.layout import Arrays, Key, Leaf
 
-__all__ = ["ActionForm", "Actor", "EnvDriver", "Interruptor", "RolloutMemory", "ScratchDriver", "WorkerPool"]
+__all__ = [
+    "ActionForm",
+    "Actor",
+    "EnvDriver",
+    "Interruptor",
+    "RevivablePool",
+    "RolloutMemory",
+    "ScratchDriver",
+    "WorkerPool",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -264,3 +273,22 @@ class WorkerPool(Protocol):
 
     def shutdown(self, timeout: float = ...) -> None:
         """Ends the workers, within a few seconds. Safe to call again."""
+
+
+class RevivablePool(WorkerPool, Protocol):
+    """A pool whose workers can be put in the place of others that failed."""
+
+    def retire(self, worker: int) -> None:
+        """Ends a worker, whatever it does; it is then neither heard nor waited for. Safe to call again."""
+
+    def restart(self, worker: int) -> None:
+        """Starts another in its place. What the old one had been sent is lost."""
+
+    def kept(self, worker: int, number: int) -> int:
+        """How many steps of what this command asked for stand where they belong, whatever became of the worker."""
+
+    def count(self, worker: int) -> int:
+        """How many steps it said to have made."""
+
+    def last_sign(self, worker: int) -> float:
+        """When a worker was last heard of, by the machine's monotonic clock."""

@@ -486,6 +486,22 @@ class Workers:
         "any, as long as they live.",
         None,
     )
+    on_worker_failure: Literal["raise", "restart"] = _option(
+        "What to do when a worker fails: its environment, policy or hook raises, its process dies, or it "
+        'gives no sign of life. "raise": the error comes out, and the collector is closed. "restart": it is made anew, '
+        "with environments of its own seed; its rollout goes on after the frames that stand, with new episodes.",
+        "raise",
+    )
+    max_restarts: int | None = _option(
+        "Times that each worker may be started again; then the last error comes out, with a note that tells all. None: "
+        "any. There is a wait before each attempt but the first in a row, of 0.1 s at first and 10 s at most.",
+        10,
+    )
+    worker_timeout: float | None = _option(
+        "Seconds without a sign of life after which a worker that has something to do is ended and started again. It "
+        "gives one after each step, or every 20 ms where steps are shorter. None: it may take any time.",
+        None,
+    )
     num_threads: int | None = _option(
         "Threads that torch computes with in this process until `shutdown`. None: as it is, where workers rest while "
         "the program learns; where they do not, what their threads and their environments' processes leave of it.",
@@ -514,12 +530,30 @@ class Workers:
                 f'start_method="fork" does not go with num_sub_threads={self.num_sub_threads}: torch hangs in a copy '
                 'of a process that has used its threads. Use "forkserver" or "spawn".'
             )
-        for name in ("start_timeout", "timeout"):
+        self._check_restarts()
+        for name in ("start_timeout", "timeout", "worker_timeout"):
             if getattr(self, name) is not None:
                 _seconds(name, getattr(self, name))
         _flag("update_at_each_batch", self.update_at_each_batch)
         if not (self.collector_class is None or callable(self.collector_class)):
             raise OptionError(f"collector_class must be a class of collectors, not {self.collector_class!r}.")
+
+    def _check_restarts(self) -> None:
+        if self.on_worker_failure not in ("raise", "restart"):
+            raise OptionError(f'on_worker_failure must be "raise" or "restart", not {self.on_worker_failure!r}.')
+        if self.max_restarts is not None:
+            object.__setattr__(self, "max_restarts", _positive("max_restarts", self.max_restarts))
+        if self.worker_timeout is not None and not self.restarts:
+            raise OptionError(
+                'worker_timeout= needs on_worker_failure="restart"; timeout= limits how long a batch is waited for.'
+            )
+        if self.restarts and self.collector_class is not None:
+            raise OptionError('on_worker_failure="restart" does not go with collector_class=.')
+
+    @property
+    def restarts(self) -> bool:
+        """Whether workers that fail are started again."""
+        return self.on_worker_failure == "restart"
 
 
 @dataclass(frozen=True, kw_only=True)

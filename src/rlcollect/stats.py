@@ -125,7 +125,7 @@ class Stats:
         dropped: frames that lanes had made ahead of others and that were never delivered: when the last batch came,
             when a rollout was broken off, or when a state was loaded.
         threads: None where there are no worker processes.
-        workers: one a worker.
+        workers: one a worker process.
         late: None where no rollout can be.
     """
 

@@ -99,7 +99,7 @@ class TestWrongValues:
                 for value in (1, 0, None, "yes")
             ],
             ("record", "is_initial"),
-            ("record", ("is_init", "mask")),
+            ("record", ("is_init", "masks")),
             ("record", 5),
             ("info_keys", [("a", 1)]),
             ("info_keys", [()]),

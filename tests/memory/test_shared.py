@@ -245,7 +245,7 @@ class TestJoined:
         shape = [*lead, made]
         shape[dim] *= 3
         for tensors in (groups.shown(1, steps), owned(groups, 1, steps)):
-            expect(groups.joined(tensors, made, dim), expected, shape)
+            expect(groups.joined(tensors, [made] * len(tensors[next(iter(tensors))]), dim), expected, shape)
 
 
 def batch_of(groups, group=0):
@@ -338,4 +338,7 @@ class TestOwnership:
     def test_the_device_that_batches_say(self, device):
         groups, _, _ = self.make(device=device)
         assert batch_of(groups).device == device
-        assert groups.joined(groups.shown(0, 4), 4, 0).device == device
+        assert (
+            groups.joined(groups.shown(0, 4), [4] * len(groups.shown(0, 4)[next(iter(groups.shown(0, 4)))]), 0).device
+            == device
+        )

@@ -22,6 +22,7 @@ class Obedient:
     def __init__(self, worker, row):
         self.worker = worker
         self.row = row
+        self.is_over = False
         self.note = None
         self.hangs_at_close = False
 

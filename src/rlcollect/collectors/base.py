@@ -405,7 +405,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             policy_version=self._version,
             time=TimeShares.mean([report.shares() for report in reports]),
             threads=self._started.threads,
-            workers=self._crew.tally.workers(dropped),
+            workers=() if self._started.threads is None else self._crew.tally.workers(dropped),
             late=self._crew.tally.late() if self._gather.can_be_late else None,
         )
 

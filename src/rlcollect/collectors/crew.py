@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcollect.collectors.tally import Tally
-from rlcollect.errors import WorkerDied, WorkerTimeout
+from rlcollect.errors import ClosedError, WorkerDied, WorkerTimeout
 from rlcollect.failures import warn
 from rlcollect.interfaces import WorkerPool
 from rlcollect.processes.channel import Held
@@ -75,14 +76,13 @@ class Crew:
 
     # --- rollouts ---
 
-    def collect(self, worker: int, command: Collect) -> int:
-        """Has a rollout made; it will arrive. Its number."""
+    def collect(self, worker: int, command: Collect) -> None:
+        """Has a rollout made; it will arrive. It gets a number, if it has none."""
         with Held():
-            number = self.pool.new_number()
+            number = command.number or self.pool.new_number()
             command = replace(command, number=number)
             self.pool.submit(worker, command, number=number)
             self._under_way[number] = worker, command
-        return number
 
     def stop(self) -> None:
         """Rollouts that are under way end with their next frame, and arrive as they are."""
@@ -147,15 +147,17 @@ class Crew:
         }
         return self._await(ids, self._timeout if timeout == USUAL else timeout, hint)
 
-    def tell(self, worker: int, command: Command, descriptors: Sequence[int]) -> None:
+    def tell(self, worker: int, command: Command, descriptor: int) -> None:
         """Has a command done as soon as what is under way is done, and does not wait for it."""
-        self.pool.submit(worker, command, in_turn=False, descriptors=descriptors)
+        self.pool.submit(worker, command, in_turn=False, descriptors=[descriptor])
 
     def dismiss(self, timeout: float) -> None:
         """Has the environments closed, and passes on what is said about that; not what fails."""
-        deadline = time.monotonic() + timeout
+        deadline, ids = time.monotonic() + timeout, set[int]()
         try:
-            ids = {self.pool.submit(worker, Close(), in_turn=False) for worker in range(len(self.pool))}
+            for worker in range(len(self.pool)):
+                with suppress(ClosedError):  # it has failed, and nobody came in its place yet
+                    ids.add(self.pool.submit(worker, Close(), in_turn=False))
             while ids and (left := deadline - time.monotonic()) > 0:
                 for reply in self.pool.ready(left):
                     self._pass_on(reply)

@@ -121,7 +121,8 @@ class OneInline:
         """See `Gather`."""
         crew = self._crew
         self.is_under_way = True
-        self._number = crew.collect(0, Collect(steps, None if extra else left))
+        self._number = crew.pool.new_number()
+        crew.collect(0, Collect(steps, None if extra else left, number=self._number))
         try:
             crew.wait_for_rollouts(lambda: bool(crew.arrived))
         finally:

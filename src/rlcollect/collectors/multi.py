@@ -31,8 +31,10 @@ from rlcollect.processes.launch import default_method
 from rlcollect.rollout.policy.intake import module_of
 from rlcollect.stats import Threads
 from rlcollect.workers.interruptor import Interruptor
-from rlcollect.workers.messages import AttachInterruptor, AttachSlots, Build, Facts
+from rlcollect.workers.lasting import LastingPool
+from rlcollect.workers.messages import AttachInterruptor, AttachSlots, Build, Command, Facts
 from rlcollect.workers.process import packed_builds, start_pool
+from rlcollect.workers.revival import Attachment, Revival
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"]
 
@@ -59,9 +61,13 @@ class _Processes(BaseCollector):
         sources = self._sources(create_env_fn)
         builds = self._builds(sources, policy)
         packed = packed_builds(builds)
-        pool = start_pool(len(sources), options.start_method or default_method(), options.num_sub_threads)
+        pool = LastingPool(start_pool(len(sources), options.start_method or default_method(), options.num_sub_threads))
         crew = Crew(pool, options.timeout, is_stopped=self._is_stopped)
+        self._attachments: dict[int, list[Attachment]] = {}
+        self._memory = ExitStack()  # that is shared
+        self._revival: Revival | None = None
         ending = ExitStack()  # what is begun last is ended first
+        ending.callback(self._memory.close)
         ending.callback(pool.shutdown)
         ending.callback(_dismiss, crew, os.getpid())
         try:
@@ -72,6 +78,10 @@ class _Processes(BaseCollector):
             ending.callback(gather.let_go)
             self._posting = Posting(crew, facts, policy)
             ending.callback(self._posting.let_go)
+            if options.restarts:
+                self._revival = self._revived(packed, facts)
+                pool.last_by(self._revival, facts)
+                crew.tally.restarts, crew.tally.dropped = pool.restarts, pool.dropped
             threads = self._threads(facts)
             ending.callback(_restore_threads, threads.main, torch.get_num_threads())
             torch.set_num_threads(threads.main)
@@ -87,6 +97,30 @@ class _Processes(BaseCollector):
             close=ending.close,
             threads=threads,
         )
+
+    def _revived(self, builds: Sequence[Build], facts: Sequence[Facts]) -> Revival:
+        """How workers that fail are made anew."""
+        options, posting = self._workers, self._posting
+
+        def attachments(worker: int) -> list[Attachment]:
+            return [*self._attachments.get(worker, ()), posting.attachment(worker)]
+
+        def check(other: Facts) -> None:
+            _check_alike([facts[0], other])
+
+        return Revival(
+            builds,
+            limit=options.max_restarts,
+            worker_timeout=options.worker_timeout,
+            start_timeout=options.start_timeout,
+            attachments=attachments,
+            check=check,
+        )
+
+    def _attach(self, crew: Crew, worker: int, command: Command, fd: int) -> None:
+        """Has a worker take a piece of shared memory; whoever comes in its place gets it too."""
+        crew.ask({worker: command}, descriptors=[fd])
+        self._attachments.setdefault(worker, []).append((command, fd))
 
     def _check_hosted(self) -> None:
         if self._workers.collector_class is None:
@@ -107,8 +141,8 @@ class _Processes(BaseCollector):
     def _attach_interruptor(self, crew: Crew) -> None:
         if isinstance(self._how.interruptor, Interruptor):
             shared = self._how.interruptor.shared
-            command = AttachInterruptor(shared.nbytes)
-            crew.ask(dict.fromkeys(range(len(crew.pool)), command), descriptors=[shared.fd])
+            for worker in range(len(crew.pool)):
+                self._attach(crew, worker, AttachInterruptor(shared.nbytes), shared.fd)
 
     # --- what differs from kind to kind ---
 
@@ -179,6 +213,7 @@ class _Processes(BaseCollector):
             seed=torch.initial_seed(),
             kind=kind,
             hosted=None if kind is None else self._hosted_options(where, worker, workers),
+            keeps=self._workers.restarts,
             can_stop=self._pre_empts() or self._how.interruptor is not None,
         )
 
@@ -210,14 +245,11 @@ class _Processes(BaseCollector):
             steps=self._full_steps(facts),
         )
         arena = Arena(plan.nbytes)
+        self._memory.callback(arena.let_go)
         told = CPU if {where.placement.storing for where in self._wheres(len(facts))} == {CPU} else None
-        try:
-            for worker in range(len(facts)):
-                command = AttachSlots(plan, worker if together else 0)
-                crew.ask({worker: command}, descriptors=[arena.fd])
-            return Groups(plan, arena.buffer, reuse=self._sink.use_buffers, device=told, most=most)
-        finally:
-            arena.let_go()  # mapped there, and by what is made of it
+        for worker in range(len(facts)):
+            self._attach(crew, worker, AttachSlots(plan, worker if together else 0), arena.fd)
+        return Groups(plan, arena.buffer, reuse=self._sink.use_buffers, device=told, most=most)
 
     def _full_steps(self, facts: Sequence[Facts]) -> int:
         """T of a full rollout."""
@@ -309,6 +341,16 @@ class _Processes(BaseCollector):
         module = module_of(self.policy)
         assert module is not None
         module.load_state_dict(dict(weights), strict=strict)
+
+    def _state_of(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        prefixes = {} if self._revival is None else {"prefixes": self._revival.prefixes}
+        return {**super()._state_of(states), **prefixes}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """See `BaseCollector`. Workers that come in the place of others get ids that none had before the state."""
+        super().load_state_dict(state, strict)
+        if self._revival is not None:
+            self._revival.prefixes = max(self._revival.prefixes, state.get("prefixes", 0))
 
     def _publish_loaded(self) -> None:
         self._posting.publish(None, self._version, None)

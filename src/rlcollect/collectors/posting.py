@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,25 +47,36 @@ class Posting:
                     f"of worker 0's: {theirs.get(name, 'it has none')} where that has {ours.get(name, 'none')}."
                 )
         self._has_warned = False
+        self._open = ExitStack()
+        self._arenas = dict[int, Arena]()  # of each worker's pair
         shared = self._new_pair(self._workers)
         self._pairs: dict[int, Publisher] = dict.fromkeys(self._workers, shared)
         if self._held:  # a function that is found by its name brings the modules that its module makes there
-            self.publish(None, 0, None)
+            try:
+                self.publish(None, 0, None)
+            except BaseException:
+                self.let_go()
+                raise
 
     def _new_pair(self, workers: Collection[int]) -> Publisher:
         """A pair of buffers that these workers take from."""
         leaves = self._facts.weights
         arena = Arena(buffer_bytes(leaves))
-        try:
-            for worker in workers:
-                self._crew.tell(worker, AttachWeights(leaves, arena.nbytes), [arena.fd])
-            return Publisher(arena.buffer, leaves)
-        finally:
-            arena.let_go()  # mapped there, and by the publisher
+        self._open.callback(arena.let_go)
+        self._arenas |= dict.fromkeys(workers, arena)
+        for worker in workers:
+            self._crew.tell(worker, *self.attachment(worker))
+        return Publisher(arena.buffer, leaves)
+
+    def attachment(self, worker: int) -> tuple[AttachWeights, int]:
+        """Where a worker takes its weights from, with the descriptor of that memory."""
+        arena = self._arenas[worker]
+        return AttachWeights(self._facts.weights, arena.nbytes), arena.fd
 
     def let_go(self) -> None:
         """Nothing will be published: keeps no memory."""
-        self._pairs = {}
+        self._pairs, self._arenas = {}, {}
+        self._open.close()
 
     def _registered(self) -> dict[str, torch.Tensor]:
         """The weights of the user's policy, as they are now."""

@@ -104,6 +104,13 @@ class Slot:
             self._flat = {key: tensor.flatten(0, 1) for key, tensor in self.tensors.items()}
         return self._flat
 
+    def part(self, start: int, stop: int) -> Slot:
+        """The memory of some of its steps."""
+        time = 1 if self.lead else 0
+        tensors = {key: tensor.narrow(time, start, stop - start) for key, tensor in self.tensors.items()}
+        arrays = Arrays({key: array[:, start:stop] for key, array in self.arrays.items()}, remember=False)
+        return Slot(tensors, arrays, lead=self.lead, device=self._device)
+
     def batch(self, made: int) -> TensorDict:
         """The first `made` steps as a TensorDict around this memory. Keys that begin with `_` stay behind."""
         time = 1 if self.lead else 0

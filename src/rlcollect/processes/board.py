@@ -45,6 +45,10 @@ class Row:
         self._words[COUNT] = count
         self._words[BEAT] = time.monotonic_ns()
 
+    def live(self) -> None:
+        """It is alive."""
+        self._words[BEAT] = time.monotonic_ns()
+
     def keep(self, command: int, steps: int) -> None:
         """So many steps of what this command asks for are in shared memory, and stay there if the process ends."""
         self._words[KEPT] = command << STEP_BITS | steps

@@ -65,6 +65,7 @@ class ProcessPool:
         self._is_open = True
         self._owner = os.getpid()
         self._gone: list[int] = []
+        self._retired = set[int]()
         self._heard: list[Reply] = []
         self._page = Arena(Board.nbytes(count))
         self.board = Board(self._page.buffer, stages)
@@ -104,13 +105,30 @@ class ProcessPool:
 
         Its row of the board keeps what the old one had written, until the new one writes there.
         """
-        self._channels[worker].close()
-        self._end([self._processes[worker]], LET_GO if worker not in self._gone else 0.0)
-        self._gone = [gone for gone in self._gone if gone != worker]
-        process, channel = self._launched(worker)
-        with Held():
-            self._processes[worker], self._channels[worker] = process, channel
+        self.retire(worker)
+        self._processes[worker], self._channels[worker] = self._launched(worker)
+        self._retired.discard(worker)
         self._welcome(worker)
+
+    def retire(self, worker: int) -> None:
+        """Ends one worker, which is then neither heard nor waited for. Safe to call again."""
+        if worker not in self._retired:
+            self._retired.add(worker)
+            self._gone = [gone for gone in self._gone if gone != worker]
+            self._channels[worker].close()
+            self._end([self._processes[worker]], LET_GO)
+
+    def kept(self, worker: int, number: int) -> int:
+        """How many steps of what this command asked for stand in shared memory, whatever became of the worker."""
+        return self.board.kept(worker, number)
+
+    def count(self, worker: int) -> int:
+        """How much a worker said to have done."""
+        return self.board.count(worker)
+
+    def last_sign(self, worker: int) -> float:
+        """When a worker was last heard of, by the machine's monotonic clock."""
+        return self.board.beat(worker)
 
     def new_number(self) -> int:
         """A number for a command."""
@@ -196,6 +214,8 @@ class ProcessPool:
         speak, take, end = set[int](), set[int](), set[int]()
         with selectors.PollSelector() as selector:
             for worker, (channel, process) in enumerate(zip(self._channels, self._processes, strict=True)):
+                if worker in self._retired:
+                    continue
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.is_behind else 0)
                 selector.register(channel.fileno(), events, (speak, worker))
                 selector.register(process.sentinel, selectors.EVENT_READ, (end, worker))
@@ -233,7 +253,7 @@ class ProcessPool:
         if os.getpid() != self._owner:  # a copy, in a process that was forked from the program
             return
         try:
-            self._end(self._processes, timeout)
+            self._end([each for worker, each in enumerate(self._processes) if worker not in self._retired], timeout)
         finally:
             self._processes = []
             self.board.let_go()
@@ -256,6 +276,8 @@ class ProcessPool:
 
     def _sent(self, worker: int, message: Any, descriptors: Sequence[int]) -> None:
         channel = self._channels[worker]
+        if worker in self._retired:
+            raise ClosedError(f"Worker {worker} was ended; start another in its place first.")
         try:
             channel.send(message)
             channel.send_descriptors(descriptors)

@@ -27,7 +27,13 @@ GRACE = 3.0  # seconds that a worker without a program has to close what it hold
 
 
 class Handler(Protocol):
-    """What does the work."""
+    """What does the work.
+
+    Attributes:
+        is_over: whether nothing more is to be handled.
+    """
+
+    is_over: bool
 
     def handle(self, command: Any, descriptors: list[int]) -> Any:
         """The result of a command."""
@@ -119,7 +125,7 @@ class _Server:
     def run(self) -> None:
         warnings.showwarning = self._note
         try:
-            while True:
+            while not self._handler.is_over:
                 request, descriptors = self._next()
                 self._send(self._handled(request, descriptors))
         except (EOFError, ConnectionError):

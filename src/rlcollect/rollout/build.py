@@ -69,6 +69,8 @@ def build_engine(
     *,
     steps: int,
     worker: int = 0,
+    prefix: int = 0,
+    generation: int = 0,
     seed: int,
 ) -> tuple[Engine, Plan | None]:
     """An engine over these environments, and the plan of the policy (None: actions are random).
@@ -82,6 +84,8 @@ def build_engine(
         sink: what memory is used for batches.
         steps: T of a full rollout.
         worker: number of the worker.
+        prefix: of the ids of its episodes.
+        generation: how many workers of this number there were before.
         seed: whose children the random streams are until others are asked for.
     """
     _check_resets(driver, what)
@@ -108,12 +112,16 @@ def build_engine(
             on_host=driver.device == CPU,
         ),
         "random": _random_actor(
-            driver, action_generator(seed, worker), rows, needed=plan is None or bool(what.init_random_frames)
+            driver,
+            action_generator(seed, worker, generation),
+            rows,
+            needed=plan is None or bool(what.init_random_frames),
         ),
         "what": what,
         "how": how,
-        "stream": TorchStream(torch_seed(seed, worker), acting.device),
+        "stream": TorchStream(torch_seed(seed, worker, generation), acting.device),
         "worker": worker,
+        "prefix": prefix,
         "leaves": layout.leaves,
     }
     if not _is_scratch(driver):

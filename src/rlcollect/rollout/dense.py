@@ -34,26 +34,39 @@ class DenseEngine(Engine):
         self._ended_at_limit: list[tuple[int, int]] = []  # by the environment itself: both flags, as TimeLimit has it
         self._mixed: MixedActor | None = None
 
-    def rollout(self, steps: int, at_most: int | None = None) -> TensorDictBase:
+    def rollout(self, steps: int, at_most: int | None = None, start: int = 0) -> TensorDictBase:
         """See `Engine`."""
         self._prepare()
         slot: Slot = self._memory.take(steps)
+        goal = steps if at_most is None else min(steps, -(-at_most // self._driver.num_lanes))
+        made, self.interrupted, self._failure = start, False, None
         try:
-            self._seen_ends, self._ended_at_limit = 0, []
-            self._births = self.steps - self.episodes.ages
-            made = self._make(slot, steps if at_most is None else min(steps, -(-at_most // self._driver.num_lanes)))
-            self._fill(slot.arrays, made)
-            self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
+            while made < goal and not self.interrupted:
+                part = self.parts.next(goal - made)
+                made += self._make_part(slot if part == steps else slot.part(made, made + part), part)
+                self.parts.finished(made, self.steps)
+                self._raise_failure()
         except BaseException:
             self.abandon()
             raise
         finally:
             self._mixed = None
-        self.steps += made
+        if self._set_truncated:
+            self._truncate_softly(slot.arrays, made)
         self.frames = made * self._driver.num_lanes
-        self.warmup_left = np.maximum(self.warmup_left - made, 0)
         batch, loose = slot.batch(made), self._driver.loose_batch(made)
         return with_loose(batch, loose) if loose else batch
+
+    def _make_part(self, slot: Slot, steps: int) -> int:
+        """Makes some steps of a rollout, and all that follows from them."""
+        self._seen_ends, self._ended_at_limit = 0, []
+        self._births = self.steps - self.episodes.ages
+        made = self._make(slot, steps)
+        self._fill(slot.arrays, made)
+        self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
+        self.steps += made
+        self.warmup_left = np.maximum(self.warmup_left - made, 0)
+        return made
 
     def deliver_to(self, memory: Memory) -> bool:
         """See `Engine`: frames are written there."""
@@ -115,11 +128,6 @@ class DenseEngine(Engine):
         next_done, truncated = arrays["next", "done"], arrays["next", "truncated"]
         for lane, t in self._ended_at_limit:
             truncated[lane, t] = True
-        if self._set_truncated:
-            truncated[:, made - 1] = True
-            for key in self._driver.truncated_keys:
-                arrays["next", *key][:, made - 1] = True
-                arrays["next", *key[:-1], "done"][:, made - 1] = True
         np.logical_or(arrays["next", "terminated"], truncated, out=next_done)
         versions = arrays["collector", "policy_version"]
         versions.fill(RANDOM_VERSION if self._policy is None else self.policy_version)
@@ -129,6 +137,13 @@ class DenseEngine(Engine):
             if name in self._recorded:
                 arrays["collector", name].fill(value)
         self._fill_episodes(arrays, made)
+
+    def _truncate_softly(self, arrays: Mapping[Key, Array], made: int) -> None:
+        """Marks the last frame of each lane, whose episode goes on."""
+        for key in (("truncated",), ("done",), *self._driver.truncated_keys):
+            arrays["next", *key][:, made - 1] = True
+        for key in self._driver.truncated_keys:
+            arrays["next", *key[:-1], "done"][:, made - 1] = True
 
     def _fill_episodes(self, arrays: Mapping[Key, Array], made: int) -> None:
         num_lanes = self._driver.num_lanes

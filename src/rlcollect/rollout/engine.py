@@ -30,7 +30,7 @@ from rlcollect.rollout.episodes import Episodes
 from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler
 
-__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "shares_of"]
+__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "shares_of"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
@@ -46,6 +46,35 @@ class Memory(Protocol):
 
     def forget(self) -> None:
         """No more memory will be asked for."""
+
+
+class Parts(Protocol):
+    """How many steps of a rollout are finished at a time, and what is to be done when they are.
+
+    Attributes:
+        keeps: whether the steps before one that an environment failed in are wanted.
+    """
+
+    keeps: bool
+
+    def next(self, left: int) -> int:
+        """Of so many that are left, how many are made next; at least one."""
+
+    def finished(self, made: int, steps: int) -> None:
+        """So many steps of the rollout stand in memory, whole. The engine has made `steps` in all."""
+
+
+class Whole:
+    """All of them at once."""
+
+    keeps = False
+
+    def next(self, left: int) -> int:
+        """See `Parts`."""
+        return left
+
+    def finished(self, made: int, steps: int) -> None:
+        """See `Parts`."""
 
 
 class Engine:
@@ -64,6 +93,7 @@ class Engine:
         sampler: where the time went.
         stream: the torch stream of stochastic policies.
         leaves: what a frame holds.
+        parts: how many steps are finished at a time.
 
     Args:
         driver: steps the environments.
@@ -73,7 +103,8 @@ class Engine:
         what: limits and marks.
         how: exploration, interruptor.
         stream: the torch stream of stochastic policies.
-        worker: number of the worker, for errors and ids.
+        worker: number of the worker, for errors and seeds.
+        prefix: of the ids of its episodes.
         leaves: what a frame holds.
     """
 
@@ -88,8 +119,10 @@ class Engine:
         how: How,
         stream: TorchStream,
         worker: int = 0,
+        prefix: int = 0,
         leaves: Sequence[Leaf] = (),
     ) -> None:
+        self.parts: Parts = Whole()
         self.beat: Callable[[int], None] = _unheard
         self.policy_version = 0
         self.leaves = tuple(leaves)
@@ -97,7 +130,7 @@ class Engine:
         self.frames = 0
         self.dropped = 0
         self.interrupted = False
-        self.episodes = Episodes(driver.num_lanes, prefix=worker)
+        self.episodes = Episodes(driver.num_lanes, prefix=prefix)
         self.sampler = StepSampler()
         self.stream = stream
         self.warmup_left = shares_of(what.init_random_frames or 0, driver.num_lanes)
@@ -111,6 +144,8 @@ class Engine:
         self._recorded = what.recorded
         self.interruptor: Interruptor | None = how.interruptor
         self._window = (0, 0)  # the steps of the rollout under way for which there are views
+        self._failure: BaseException | None = None  # to be raised when the steps before it are stored
+        self._failed_at = 0  # the step that was relayed last
         self._reset_at_each_iter = what.reset_at_each_iter
         self._due: set[int] = set()  # lanes to be reset before the next rollout
         self._seeds: dict[int, int] = {}  # for the next reset of a lane
@@ -119,12 +154,13 @@ class Engine:
 
     # --- a rollout ---
 
-    def rollout(self, steps: int, at_most: int | None = None) -> TensorDictBase:
+    def rollout(self, steps: int, at_most: int | None = None, start: int = 0) -> TensorDictBase:
         """Makes `steps` frames of every lane, or fewer if the interruptor says so; at least one.
 
         Args:
             steps: T.
             at_most: frames over all lanes, where that is fewer. None: no limit.
+            start: steps of it that stand in memory already.
 
         Returns:
             The frames, `[*lead, T]`.
@@ -143,8 +179,7 @@ class Engine:
         """
         try:
             self._bind(memory)
-            with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
-                made = self._run(steps)
+            made = self._stepped(steps)
             with self._located(made):
                 self._driver.finish(made)
             if self._policy is not None:
@@ -152,6 +187,24 @@ class Engine:
         finally:
             self._release()
         return made
+
+    def _stepped(self, steps: int) -> int:
+        """Steps the environments; how often. Where what was made before a failure is wanted, that is raised later."""
+        try:
+            with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
+                return self._run(steps)
+        except BaseException as error:
+            driver, made = self._driver, self._failed_at
+            if not (self.parts.keeps and made and driver.failed_lane is not None and driver.failed_step is None):
+                raise
+            driver.ends[:] = [end for end in driver.ends if end[0] < made]
+            self._failure = error
+            return made
+
+    def _raise_failure(self) -> None:
+        """Raises what an environment raised, now that the steps before it are stored."""
+        if self._failure is not None:
+            raise self._failure
 
     def _bind(self, memory: RolloutMemory) -> None:
         self._driver.bind(memory)
@@ -341,23 +394,26 @@ class Engine:
         if warmup_left is not None:
             self.warmup_left = warmup_left
 
-    def seed(self, seed: int | Sequence[int], *, static: bool = False) -> None:
+    def seed(self, seed: int | Sequence[int], *, static: bool = False, generation: int = 0) -> None:
         """Seeds the lanes, at their next reset, which comes with the next rollout; the policy's and random streams now.
 
         Args:
-            seed: one integer, whose children seed the lanes; or one seed a lane, used as they are.
+            seed: one integer, whose children seed the lanes; or one seed a lane, used as they are (by a first
+                generation; by a later one their children are).
             static: every lane, of every worker, gets the same child.
+            generation: how many workers of this number were seeded so before.
         """
         lanes = range(self._driver.num_lanes)
         if isinstance(seed, Sequence):
-            self._seeds = dict(zip(lanes, seed, strict=True))
+            given = [lane_seed(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
+            self._seeds = dict(zip(lanes, given if generation else seed, strict=True))
         elif static:
-            self._seeds = dict.fromkeys(lanes, lane_seed(seed, 0, 0))
+            self._seeds = dict.fromkeys(lanes, lane_seed(seed, 0, 0, generation))
         else:
-            self._seeds = {lane: lane_seed(seed, self._worker, lane) for lane in lanes}
+            self._seeds = {lane: lane_seed(seed, self._worker, lane, generation) for lane in lanes}
         self._due = set(lanes)
-        self.stream = TorchStream(torch_seed(seed, self._worker), self.stream.device)
-        self._random.reseed(action_generator(seed, self._worker))
+        self.stream = TorchStream(torch_seed(seed, self._worker, generation), self.stream.device)
+        self._random.reseed(action_generator(seed, self._worker, generation))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids and random states, and what the environments can save of themselves."""
@@ -385,6 +441,7 @@ class Engine:
 
     def relayed(self, error: BaseException, t: int) -> BaseException:
         """What to raise in the place of an exception that came in step t."""
+        self._failed_at = t
         t = t if self._driver.failed_step is None else self._driver.failed_step
         return relayed(error, worker=self._worker, lane=self._driver.failed_lane, step=self.steps + t)
 

@@ -112,7 +112,7 @@ class ScratchEngine(Engine):
 
     # --- a rollout ---
 
-    def rollout(self, steps: int, at_most: int | None = None) -> TensorDict:
+    def rollout(self, steps: int, at_most: int | None = None, start: int = 0) -> TensorDict:  # noqa: ARG002 - none stand
         """See `Engine`. Lanes that are too far behind are delivered short; a short batch is the last one."""
         assert steps == self._full or at_most is not None
         self._prepare()

@@ -6,6 +6,7 @@ For tests of what a collector does when an environment raises, dies, hangs or is
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -60,6 +61,7 @@ class Breaker(Counter):
             - "sleep": the call takes `seconds` longer.
         where: the method; "constructor" has only one call.
         at: which call, from 1; None for every call.
+        share: in the place of `at`, the share of calls that break, at random, in another order in each life.
         exception: what "raise" raises: an exception, or what makes one when called with nothing (a class, a
             function). A factory is the way to an exception that cannot travel to a worker. None for a `RuntimeError`
             that says where it broke.
@@ -81,6 +83,7 @@ class Breaker(Counter):
         where: Where = "step",
         at: int | None = 1,
         *,
+        share: float | None = None,
         exception: ExceptionSource | None = None,
         seconds: float = 1.0,
         once: str | os.PathLike[str] | None = None,
@@ -91,6 +94,10 @@ class Breaker(Counter):
     ) -> None:
         super().__init__(length, end=end, observation=observation, dtype=dtype)
         _check_plan(how, where, at)
+        if share is not None and not 0 <= share <= 1:
+            raise OptionError(f"share is one of calls, in [0, 1]; got {share!r}")
+        self.share = share
+        self._chances = random.Random()  # seeded by the system: a life that was begun anew does not repeat the last
         self.how, self.where, self.at = how, where, at
         self.exception = exception
         self.seconds = seconds
@@ -131,7 +138,10 @@ class Breaker(Counter):
     def _count(self, where: Where) -> None:
         """Counts one call, and breaks if it is the one."""
         self.calls[where] += 1
-        due = where == self.where and self.at in (None, self.calls[where])
+        if self.share is None:
+            due = where == self.where and self.at in (None, self.calls[where])
+        else:
+            due = where == self.where and self._chances.random() < self.share
         if due and self._claim():
             self._break()
 

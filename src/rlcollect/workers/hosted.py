@@ -16,6 +16,7 @@ from rlcollect.rollout.episodes import COUNTER_BITS
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import lane_seed, seed_globals
 from rlcollect.workers.interruptor import Stops
+from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
     AttachSlots,
     Build,
@@ -53,7 +54,7 @@ class HostedWorker:
         enter: told what is being done.
         beat: see `Worker`.
         is_alone: whether the process is this worker's own.
-        stops: nothing is asked of it.
+        stops, keeping: nothing is asked of them.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HostedWorker:
         beat: Callable[[int], None] | None = None,  # noqa: ARG002 - its collector gives no sign of life
         is_alone: bool = False,
         stops: Stops | None = None,  # noqa: ARG002 - it is not to be stopped
+        keeping: Keeping | None = None,  # noqa: ARG002 - nothing of a rollout stands before it is whole
     ) -> None:
         if is_alone:
             seed_globals(build.seed, build.worker)

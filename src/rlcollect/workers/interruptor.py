@@ -67,11 +67,13 @@ class Stops:
 
     Args:
         is_to_stop: whether the program wants no more of what has this number.
+        alive: called at each question: the worker gives a sign of life.
     """
 
-    def __init__(self, is_to_stop: Callable[[int], bool]) -> None:
+    def __init__(self, is_to_stop: Callable[[int], bool], alive: Callable[[], None]) -> None:
         self.command = 0
         self._is_to_stop = is_to_stop
+        self._alive = alive
         self._word = np.zeros(1, np.int64).data  # the user's; this one is never set
 
     def attach(self, buffer: Array) -> None:
@@ -80,6 +82,7 @@ class Stops:
 
     def collection_stopped(self) -> bool:
         """Whether the rollout is to end with the frame that was made."""
+        self._alive()
         return bool(self._word[0]) or self._is_to_stop(self.command)
 
     def start_collection(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+RECENT = 100  # episodes whose returns and lengths are told
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class Build(Command):
         kind: a collector to hold in the place of an engine; None: an engine.
         hosted: the options of that collector.
         can_stop: whether its rollouts may have to end early.
+        keeps: whether what it makes is to stand, part by part, if it dies; it then gives signs of life as often.
+        generation: how many workers of this number there were before.
+        prefix: of the ids of its episodes; None: its number.
+        warmup: random frames that each of its lanes still owes; None: its share of them all.
     """
 
     create_env_fn: Any
@@ -85,6 +90,10 @@ class Build(Command):
     kind: Any = None
     hosted: Mapping[str, Any] | None = None
     can_stop: bool = False
+    keeps: bool = False
+    generation: int = 0
+    prefix: int | None = None
+    warmup: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,7 @@ class Collect(Command):
         at_most: frames over all lanes, where that is fewer; None: no limit.
         group: where it goes in shared memory.
         number: which it is, for who may have to stop it, or to call it lost.
+        start: steps of it that stand in shared memory already, made by a worker that died.
     """
 
     is_plain: ClassVar[bool] = True
@@ -140,6 +150,7 @@ class Collect(Command):
     at_most: int | None = None
     group: int = 0
     number: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,10 +171,12 @@ class Seed(Command):
     Attributes:
         seed: one, whose children they are; or one a lane, as they are.
         static: all lanes, of all workers, get the same child.
+        generation: how many workers of this number were seeded so before.
     """
 
     seed: int | Sequence[int]
     static: bool = False
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,6 +248,7 @@ class Facts:
         kept: those that the policy itself changes, and that stay the worker's own.
         names: all names that a state dict of the policy has.
         processes: how many the environments have started.
+        warmup: random frames that each lane owes.
     """
 
     num_lanes: int
@@ -254,6 +268,7 @@ class Facts:
     kept: tuple[str, ...]
     names: tuple[str, ...]
     processes: int
+    warmup: tuple[int, ...] = ()
 
     def check_reset(self, lanes: Sequence[int], *, seeded: bool, with_options: bool) -> None:
         """Whether these lanes can be reset.
@@ -316,6 +331,7 @@ class Report:
         seconds: spent making rollouts.
         sampled: steps that were measured.
         env, policy, writing: seconds of those, together.
+        warmup: random frames that each lane still owes.
     """
 
     episodes: int = 0
@@ -329,6 +345,16 @@ class Report:
     env: float = 0.0
     policy: float = 0.0
     writing: float = 0.0
+    warmup: tuple[int, ...] = ()
+
+    def after(self, before: Report) -> Report:
+        """This one's figures together with those of the workers that it was put in the place of."""
+        both = {
+            name: getattr(before, name) + getattr(self, name)
+            for name in ("episodes", "dropped", "steps", "seconds", "sampled", "env", "policy", "writing")
+        }
+        recent = {name: (getattr(before, name) + getattr(self, name))[-RECENT:] for name in ("returns", "lengths")}
+        return replace(self, **both, **recent)
 
     def shares(self) -> TimeShares | None:
         """Where its time goes."""

@@ -14,6 +14,7 @@ from rlcollect.processes.crossing import Parcel, packed, unpacked
 from rlcollect.processes.pool import ProcessPool
 from rlcollect.workers.hosted import HostedWorker
 from rlcollect.workers.interruptor import Stops
+from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
     AttachInterruptor,
     AttachSlots,
@@ -74,6 +75,9 @@ class _Maker:
 class _Process:
     """Handles the commands of a worker that has this process for itself.
 
+    Attributes:
+        is_over: whether the process is to end: another is put in its place when a rollout fails.
+
     Args:
         number: of the worker.
         row: where it tells what it is doing.
@@ -84,7 +88,9 @@ class _Process:
         self._number = number
         self._row = row
         self._worker: Worker | HostedWorker | None = None
-        self._stops = Stops(row.is_to_stop)
+        self._stops = Stops(row.is_to_stop, row.live)
+        self.is_over = False
+        self._ends_by_failure = False
         torch.set_num_threads(threads)
         row.enter("importing what it was sent")
 
@@ -92,6 +98,9 @@ class _Process:
         """The answer to a command."""
         try:
             return self._handled(command, descriptors)
+        except BaseException:
+            self.is_over = self._ends_by_failure and isinstance(command, Collect)
+            raise
         finally:
             self._row.enter("waiting for a command")
 
@@ -101,7 +110,15 @@ class _Process:
             policy = None if command.policy is None else unpacked(command.policy)
             build = replace(command, create_env_fn=unpacked(command.create_env_fn), policy=policy)
             kind: Any = Worker if build.kind is None else HostedWorker
-            self._worker = kind(build, self._row.enter, beat=self._row.beat, is_alone=True, stops=self._stops)
+            self._worker = kind(
+                build,
+                self._row.enter,
+                beat=self._row.beat,
+                is_alone=True,
+                stops=self._stops,
+                keeping=Keeping(self._row),
+            )
+            self._ends_by_failure = build.keeps
             return self._worker.facts
         assert self._worker is not None
         if isinstance(command, AttachSlots):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -23,6 +24,7 @@ from rlcollect.rollout.engine import STATE_KEYS, shares_of
 from rlcollect.rollout.policy.intake import take_in, weights_of
 from rlcollect.rollout.seeding import seed_globals
 from rlcollect.workers.interruptor import Stops
+from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
     Abandon,
     AttachSlots,
@@ -78,6 +80,7 @@ class Worker:
         beat: told now and then how many steps were made.
         is_alone: whether the process is this worker's own, and so are its random generators.
         stops: says when to end a rollout early; None: the user's `interruptor` does, if there is one.
+        keeping: says what stands if the worker dies; None: nobody asks.
     """
 
     def __init__(
@@ -88,12 +91,13 @@ class Worker:
         beat: Callable[[int], None] | None = None,
         is_alone: bool = False,
         stops: Stops | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self._build = build
         self._enter = enter
         self._is_alone = is_alone
         if is_alone:
-            seed_globals(build.seed, build.worker)
+            seed_globals(build.seed, build.worker, build.generation)
         enter("building the policy")
         self.acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
         self.taking = Taking(self.acting, is_alone=is_alone)
@@ -116,15 +120,20 @@ class Worker:
                 sink,
                 steps=self.steps,
                 worker=build.worker,
+                prefix=build.worker if build.prefix is None else build.prefix,
+                generation=build.generation,
                 seed=build.seed,
             )
         except BaseException:
             self.driver.close()
             raise
         self.engine.beat = beat or self.engine.beat
+        if build.warmup is not None:
+            self.engine.warmup_left = np.array(build.warmup, np.int64)
         self._stops = stops
-        if stops is not None and build.can_stop:
+        if stops is not None and (build.can_stop or (build.keeps and self.engine.may_deliver_short)):
             self.engine.interruptor = stops
+        self._keeping = keeping if build.keeps else None
         self.facts = self._facts()
         self._seconds = 0.0
         self._rollouts = 0
@@ -176,6 +185,7 @@ class Worker:
             kept=tuple(sorted(self.acting.own)),
             names=self.taking.names,
             processes=len(multiprocessing.active_children()) if self._is_alone else 0,
+            warmup=tuple(self.engine.warmup_owed.tolist()),
         )
 
     def handle(self, command: Command) -> Any:
@@ -186,6 +196,8 @@ class Worker:
         """Rollouts go to shared memory from now on: are made there, or copied there by the engine or here."""
         self._slots = MemberSource(command.plan, buffer, command.member)
         self._copies_to_slots = not self.engine.deliver_to(self._slots)
+        if self._keeping is not None and not self._copies_to_slots:
+            self.engine.parts = self._keeping
 
     # --- commands ---
 
@@ -201,9 +213,11 @@ class Worker:
             self._slots.choose(command.group)
         if self._stops is not None:
             self._stops.command = command.number
+        if self._keeping is not None:
+            self._keeping.begin(command.number, command.start)
         self._enter("collecting")
         start = time.perf_counter()
-        batch = engine.rollout(command.steps, command.at_most)
+        batch = engine.rollout(command.steps, command.at_most, command.start)
         self._seconds += time.perf_counter() - start
         self._rollouts += 1
         if self._slots is not None and self._copies_to_slots:
@@ -231,9 +245,9 @@ class Worker:
 
     def _seed(self, command: Seed) -> None:
         if self._is_alone:
-            seed_globals(command.seed, self._build.worker)
-        seed = command.seed
-        self.engine.seed(seed if isinstance(seed, int) else list(seed), static=command.static)
+            seed_globals(command.seed, self._build.worker, command.generation)
+        seed = command.seed if isinstance(command.seed, int) else list(command.seed)
+        self.engine.seed(seed, static=command.static, generation=command.generation)
 
     def _reset(self, command: Reset) -> None:
         self._enter("resetting environments")
@@ -285,6 +299,7 @@ class Worker:
             env=sampler.env,
             policy=sampler.policy,
             writing=sampler.writing,
+            warmup=tuple(engine.warmup_owed.tolist()),
         )
 
     def close(self) -> list[BaseException]:

@@ -1,0 +1,308 @@
+"""A pool whose workers last: one that fails is put in the place of by another, and nobody who waits for it notices.
+
+What a worker was asked and has not answered is sent to its successor, under the same number; a rollout that was under
+way goes on after the steps that stand in shared memory. The rest of the house sees answers, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlcollect.errors import OptionError, SpaceError, WorkerDied, WorkerError
+from rlcollect.interfaces import RevivablePool
+from rlcollect.processes.channel import Held
+from rlcollect.processes.messages import Reply
+from rlcollect.workers.messages import Build, Close, Collect, Collected, Facts, Report, Saved
+from rlcollect.workers.revival import Revival, owed
+
+__all__ = ["LastingPool"]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A command that waits for its answer."""
+
+    worker: int
+    command: Any
+    in_turn: bool
+    at: float
+
+
+class LastingPool:
+    """See `interfaces.WorkerPool`. Until it is given a `Revival` it only passes on.
+
+    Attributes:
+        restarts: how many times each worker was put in the place of another.
+        dropped: frames that each lost by that, as far as is known.
+
+    Args:
+        pool: the workers.
+    """
+
+    def __init__(self, pool: RevivablePool) -> None:
+        count = len(pool)
+        self.restarts = [0] * count
+        self.dropped = [0] * count
+        self._pool = pool
+        self._revival: Revival | None = None
+        self._facts: Sequence[Facts] = ()
+        self._sent: dict[int, _Sent] = {}
+        self._heard: list[Reply] = []
+        self._due: dict[int, float] = {}  # when those that failed are made anew
+        self._past = [Report() for _ in range(count)]  # of those that each worker came after
+        self._own = [Report() for _ in range(count)]
+        self._rollouts = [0] * count  # of those that each worker came after, and of its own
+        self._own_rollouts = [0] * count
+
+    def last_by(self, revival: Revival, facts: Sequence[Facts]) -> None:
+        """From now on workers are made anew.
+
+        Args:
+            revival: how, and how often.
+            facts: what they said of themselves.
+        """
+        self._revival = revival
+        self._facts = facts
+        self._own = [Report(warmup=each.warmup) for each in facts]
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    # --- asking ---
+
+    def new_number(self) -> int:
+        """See `WorkerPool`."""
+        return self._pool.new_number()
+
+    def submit(
+        self,
+        worker: int,
+        command: Any,
+        *,
+        in_turn: bool = True,
+        descriptors: Sequence[int] = (),
+        number: int | None = None,
+    ) -> int:
+        """See `WorkerPool`. What goes with descriptors is not sent again: `Revival` has its own."""
+        if isinstance(command, Close):  # the end
+            self._revival = None
+        if self._revival is None:
+            return self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
+        number = self.new_number() if number is None else number
+        self._revival.note_seed(worker, command)
+        with Held():
+            if not descriptors:
+                self._sent[number] = _Sent(worker, command, in_turn, time.monotonic())
+            if worker not in self._due:
+                self._send(number, worker, command, in_turn=in_turn, descriptors=descriptors)
+        return number
+
+    def _send(
+        self, number: int, worker: int, command: Any, *, in_turn: bool = False, descriptors: Sequence[int] = ()
+    ) -> None:
+        try:
+            self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
+        except OptionError:  # it cannot cross
+            self._sent.pop(number, None)
+            raise
+        except WorkerDied:  # it is noticed where it is listened for, and sent again then
+            return
+
+    def withdraw(self, worker: int) -> int:
+        """See `WorkerPool`."""
+        return self.submit(worker, None, in_turn=False)
+
+    def stop(self, worker: int, number: int) -> None:
+        """See `WorkerPool`."""
+        self._pool.stop(worker, number)
+
+    # --- listening ---
+
+    def ready(self, timeout: float | None) -> Sequence[Reply]:
+        """See `WorkerPool`.
+
+        Raises:
+            What a worker failed by, where that was once too often.
+        """
+        if self._revival is None:
+            return self._pool.ready(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._start_due()
+        while not self._heard:
+            self._listen(self._patience(deadline))
+            self._end_hung()
+            self._start_due()
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        return self._heard
+
+    def done(self) -> None:
+        """See `WorkerPool`."""
+        self._heard = []
+        self._pool.done()
+
+    def _listen(self, seconds: float | None) -> None:
+        try:
+            replies = self._pool.ready(seconds)
+        except WorkerDied as error:
+            self._failed(error.worker, error)
+            return
+        failures = []
+        with Held():
+            for reply in replies:
+                try:
+                    self._heard += self._sorted_in(reply)
+                except BaseException as error:  # once too often; what the others say is heard all the same
+                    failures.append(error)
+            self._pool.done()
+        if failures:
+            raise failures[0]
+
+    def _sorted_in(self, reply: Reply) -> list[Reply]:
+        """What others are to hear of it."""
+        revival, sent = self._revival, self._sent.get(reply.id)
+        assert revival is not None
+        if sent is None:
+            return [reply]
+        if reply.failure is not None and isinstance(sent.command, Collect | Build):
+            self._failed(reply.worker, reply.failure.raised())
+            return []
+        del self._sent[reply.id]
+        if isinstance(sent.command, Build):
+            revival.check(reply.value)
+            return []
+        return [replace(reply, value=self._as_of_all(reply.worker, reply.value))]
+
+    def _as_of_all(self, worker: int, value: Any) -> Any:
+        """What it says, as if it had done what those had that it came after."""
+        if isinstance(value, Collected):
+            assert self._revival is not None
+            self._revival.note_progress(worker)
+            self._own[worker], self._own_rollouts[worker] = value.report, value.number
+            report = value.report.after(self._past[worker])
+            return replace(value, report=report, number=value.number + self._rollouts[worker])
+        if isinstance(value, Saved):
+            return replace(value, rollouts=value.rollouts + self._rollouts[worker])
+        if isinstance(value, Report):  # it has loaded a state
+            self._own[worker], self._past[worker] = value, Report()
+        return value
+
+    # --- failing, and being made anew ---
+
+    def _failed(self, worker: int, cause: BaseException) -> None:
+        """A worker failed: it will be made anew.
+
+        Raises:
+            The cause, when that was once too often, or nothing that another attempt would mend.
+        """
+        revival = self._revival
+        assert revival is not None
+        if isinstance(cause, OptionError | SpaceError):
+            raise cause
+        _, under_way, kept = self._under_way(worker)
+        new = 0 if under_way is None else max(0, kept - under_way.start)
+        if new:
+            revival.note_progress(worker)
+        wait = revival.wait_after(worker, cause)
+        with Held():
+            own = self._own[worker]
+            self.dropped[worker] += own.surplus + self._lost(worker, cause, own.steps + new)
+            made = replace(own, steps=own.steps + new, surplus=0, warmup=owed(own.warmup, new))
+            self._past[worker] = replace(made.after(self._past[worker]), warmup=made.warmup)
+            self._own[worker] = Report(warmup=made.warmup)
+            self._rollouts[worker] += self._own_rollouts[worker]
+            self._own_rollouts[worker] = 0
+            self.restarts[worker] += 1
+            self._due[worker] = time.monotonic() + wait
+            self._pool.retire(worker)
+
+    def _under_way(self, worker: int) -> tuple[int, Collect | None, int]:
+        """The number of the rollout that a worker makes, what was asked, and how many steps of it stand."""
+        for number in sorted(self._sent):
+            sent = self._sent[number]
+            if sent.worker == worker and isinstance(sent.command, Collect):
+                return number, sent.command, self._pool.kept(worker, number)
+        return 0, None, 0
+
+    def _lost(self, worker: int, cause: BaseException, stand: int) -> int:
+        """Frames that it had made, as far as is known, beyond so many steps."""
+        facts = self._facts[worker]
+        if facts.may_deliver_short:  # not all of its steps are frames
+            return 0
+        report = cause if isinstance(cause, WorkerError) else cause.__cause__
+        told = report.step if isinstance(report, WorkerError) else 0
+        return max(0, max(told, self._pool.count(worker)) - stand) * facts.num_lanes
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for worker in [worker for worker, at in self._due.items() if at <= now]:
+            with Held():
+                self._start(worker)
+
+    def _start(self, worker: int) -> None:
+        """Another in its place, which is asked all that it had not answered."""
+        revival = self._revival
+        assert revival is not None
+        self._pool.restart(worker)
+        del self._due[worker]
+        number, under_way, kept = self._under_way(worker)
+        if under_way is not None and kept > under_way.start:
+            self._sent[number] = replace(self._sent[number], command=replace(under_way, start=kept))
+        for build in [each for each, sent in self._sent.items() if isinstance(sent.command, Build)]:
+            if self._sent[build].worker == worker:  # an attempt that failed
+                del self._sent[build]
+        waiting = sorted(number for number, sent in self._sent.items() if sent.worker == worker)
+        self._ask(worker, revival.build(worker, self._own[worker].warmup))
+        for command, descriptors in revival.afterwards(worker):
+            self._send(self.new_number(), worker, command, descriptors=descriptors)
+        for number in waiting:
+            sent = self._sent[number] = replace(self._sent[number], at=time.monotonic())
+            self._send(number, worker, sent.command, in_turn=sent.in_turn)
+
+    def _ask(self, worker: int, command: Build) -> None:
+        number = self.new_number()
+        self._sent[number] = _Sent(worker, command, False, time.monotonic())
+        self._send(number, worker, command)
+
+    # --- hanging ---
+
+    def _hangs_at(self) -> dict[int, float]:
+        """When each that was asked something counts as failed, if it is not heard of before."""
+        revival, times = self._revival, dict[int, float]()
+        assert revival is not None
+        for sent in self._sent.values():
+            is_build = isinstance(sent.command, Build)
+            limit = revival.start_timeout if is_build else revival.worker_timeout
+            if limit is None or sent.worker in self._due:
+                continue
+            since = sent.at if is_build else max(sent.at, self._pool.last_sign(sent.worker))
+            times[sent.worker] = max(times.get(sent.worker, 0.0), since + limit)
+        return times
+
+    def _end_hung(self) -> None:
+        now = time.monotonic()
+        for worker, at in self._hangs_at().items():
+            if at <= now and not any(reply.worker == worker for reply in self._heard):
+                text = f"{self._pool.told(worker)} gave no sign of life for too long (worker_timeout, start_timeout)"
+                self._failed(
+                    worker, WorkerDied(f"{text}; it was ended.", worker=worker, exitcode=None, stage="hanging")
+                )
+
+    def _patience(self, deadline: float | None) -> float | None:
+        """Seconds until something has to be looked at."""
+        times = [*self._due.values(), *self._hangs_at().values(), *([] if deadline is None else [deadline])]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    # --- the rest ---
+
+    def told(self, worker: int) -> str:
+        """See `WorkerPool`."""
+        return f"worker {worker} (to be started again)" if worker in self._due else self._pool.told(worker)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """See `WorkerPool`."""
+        self._revival = None
+        self._pool.shutdown(*([] if timeout is None else [timeout]))
