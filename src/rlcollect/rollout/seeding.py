@@ -1,8 +1,4 @@
-"""Seeds and random streams.
-
-Every stream is a child of `SeedSequence(seed, spawn_key=(worker, who, generation))`, never `seed + i`: streams of
-lanes, workers and neighbouring seeds are independent.
-"""
+"""Random streams of policies, and what of the program's own a rollout changes; seeds are in `rlcollect.seeds`."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from tensordict.nn import set_interaction_type
 from tensordict.nn.probabilistic import interaction_type
 
 from rlcollect.devices import CPU
+from rlcollect.seeds import ACTIONS, POLICY, Seed, lane_seed, seed_globals, word
 
 __all__ = [
     "ProgramState",
@@ -29,40 +26,15 @@ __all__ = [
     "untouched_randomness",
 ]
 
-Seed = int | Sequence[int]
-
-# "who" of streams that are no lane's; lanes count from 0
-POLICY = 2**31
-ACTIONS = 2**31 + 1
-GLOBALS = 2**31 + 2
-
-
-def lane_seed(seed: Seed, worker: int, lane: int, generation: int = 0) -> int:
-    """The seed of a lane's environment: 31 bits, since some simulators take a C int."""
-    return _word(seed, worker, lane, generation) & 0x7FFF_FFFF
-
 
 def torch_seed(seed: Seed, worker: int, generation: int = 0) -> int:
     """The seed of a worker's torch stream, which stochastic policies draw from."""
-    return _word(seed, worker, POLICY, generation)
+    return word(seed, worker, POLICY, generation)
 
 
 def action_generator(seed: Seed, worker: int, generation: int = 0) -> np.random.Generator:
     """Where a worker's random actions come from."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(worker, ACTIONS, generation)))
-
-
-def seed_globals(seed: Seed, worker: int, generation: int = 0) -> None:
-    """Seeds the global generators of `random`, numpy and torch, in a process that belongs to one worker."""
-    word = _word(seed, worker, GLOBALS, generation)
-    random.seed(word)
-    np.random.seed(word & 0xFFFF_FFFF)
-    torch.manual_seed(word)
-
-
-def _word(seed: Seed, worker: int, who: int, generation: int) -> int:
-    child = np.random.SeedSequence(seed, spawn_key=(worker, who, generation))
-    return int(child.generate_state(1, np.uint64)[0]) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 class TorchStream:
