@@ -235,6 +235,14 @@ class ProcessPool:
         except ConnectionError:
             return  # its end is noticed where it is looked for
 
+    def watched(self) -> list[int]:
+        """Descriptors of which one becomes readable when a worker has said something, or has ended."""
+        return [*(channel.fileno() for channel in self._channels), *(process.sentinel for process in self._processes)]
+
+    def is_behind(self, worker: int) -> bool:
+        """Whether something that was sent to a worker waits for it to take more; `ready` sends it on."""
+        return self._channels[worker].is_behind
+
     def told(self, worker: int) -> str:
         """What a worker is doing, in words."""
         return f"worker {worker} ({self.board.told(worker)})"
