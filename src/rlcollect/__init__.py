@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlcollect.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from rlcollect.collectors.single import Collector
+from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.errors import (
     ClosedError,
     DatasetError,
@@ -42,6 +43,7 @@ __all__ = [
     "MultiaSyncDataCollector",
     "OptionError",
     "PolicyError",
+    "ProcessVectorEnv",
     "RandomPolicy",
     "RecurrentModule",
     "RlcollectError",

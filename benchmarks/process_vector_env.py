@@ -1,0 +1,119 @@
+"""`ProcessVectorEnv`, two workers of 8 lanes, against what Gymnasium has; and two groups against one.
+
+    python benchmarks/process_vector_env.py                 every case
+    python benchmarks/process_vector_env.py async groups    some of them
+
+async: CartPole-v1, against an AsyncVectorEnv of 16 lanes, a process each. Aim: 5.
+50us: the same, environments that work for 50 us a step. Aim: 2.
+500us: environments that work for 500 us a step, against a SyncVectorEnv of 16 lanes. Aim: 1.7.
+groups: a policy that works for 1 ms a call, environments that work for 50 us a step: two groups of 16 lanes, a worker
+    each, against one group of 16 lanes, of two workers. Aim: 1.3.
+groups, one worker: the same against one group of 16 lanes in one worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from harness import run
+
+from rlcollect import ProcessVectorEnv
+
+WORKERS, LANES = 2, 16
+POLICY = 0.001  # seconds a call
+
+
+def work(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+class Working(gym.Env):
+    """Works for some time a step."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._shown = np.ones(4, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._shown, {}
+
+    def step(self, action):
+        work(self._seconds)
+        return self._shown, 0.0, False, False, {}
+
+
+def cartpole() -> gym.Env:
+    return gym.make("CartPole-v1")
+
+
+def short() -> gym.Env:
+    return Working(50e-6)
+
+
+def long() -> gym.Env:
+    return Working(500e-6)
+
+
+def steps(envs: VectorEnv) -> Iterator[int]:
+    envs.reset(seed=0)
+    actions = envs.action_space.sample()
+    while True:
+        envs.step(actions)
+        yield envs.num_envs
+
+
+def against_async(make) -> Mapping[str, Iterator[int]]:
+    theirs = AsyncVectorEnv([make] * LANES, autoreset_mode=AutoresetMode.SAME_STEP)
+    return {"processes": steps(ProcessVectorEnv(make, LANES, WORKERS)), "AsyncVectorEnv": steps(theirs)}
+
+
+def against_sync(make) -> Mapping[str, Iterator[int]]:
+    theirs = SyncVectorEnv([make] * LANES, autoreset_mode=AutoresetMode.SAME_STEP)
+    return {"processes": steps(ProcessVectorEnv(make, LANES, WORKERS)), "SyncVectorEnv": steps(theirs)}
+
+
+def acting(envs: ProcessVectorEnv) -> Iterator[int]:
+    """Each group's lanes are stepped while the policy acts for the other."""
+    envs.reset(seed=0)
+    groups = range(envs.num_groups)
+    actions = [np.zeros(len(envs.lanes(group)), np.int64) for group in groups]
+    for group in groups[1:]:
+        envs.send(group, actions[group])
+    while True:
+        for group in groups:
+            work(POLICY)
+            envs.send(group, actions[group])
+            following = (group + 1) % len(groups)
+            envs.recv(following)
+            yield len(envs.lanes(following))
+
+
+def groups_against_one(workers: int) -> Mapping[str, Iterator[int]]:
+    return {
+        "two groups": acting(ProcessVectorEnv(short, 2 * LANES, 2, num_groups=2)),
+        "one group": acting(ProcessVectorEnv(short, LANES, workers)),
+    }
+
+
+if __name__ == "__main__":
+    run(
+        __doc__,
+        {
+            "async": lambda: against_async(cartpole),
+            "50us": lambda: against_async(short),
+            "500us": lambda: against_sync(long),
+            "groups": lambda: groups_against_one(WORKERS),
+            "groups, one worker": lambda: groups_against_one(1),
+        },
+    )

@@ -1,0 +1,1 @@
+"""A vector environment of Gymnasium whose lanes are stepped in worker processes; it knows no policy."""
