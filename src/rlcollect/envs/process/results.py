@@ -116,8 +116,7 @@ class Results:
         """
         for lane, final, info, loose in pickle.loads(packed):
             if final is not None:
-                observation, last = pickle.loads(final)
-                infos.add(first + lane, {"final_obs": observation, "final_info": last})
+                infos.add(first + lane, {"final_obs": final[0], "final_info": final[1]})
             infos.add(first + lane, info)
             self._keep(first + lane, loose)
 

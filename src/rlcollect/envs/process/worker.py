@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import gymnasium as gym
+import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
@@ -46,9 +48,9 @@ STAGES = (
     *("waiting for a step", "stepping its environments", "calling its environments", "closing its environments"),
 )
 
-Ended = tuple[int, bytes | None, dict[str, Any], Sequence[Any]]
-"""What a lane has to say about a step: its number in the worker, the packed last observation and info of an episode
-that has ended, the info, and what of the observation has no fixed form."""
+Ended = tuple[int, tuple[Any, dict[str, Any]] | None, dict[str, Any], Sequence[Any]]
+"""What a lane has to say about a step: its number in the worker, the last observation and info of an episode that has
+ended, the info, and what of the observation has no fixed form."""
 
 
 def start_pool(workers: int, method: str, threads: int) -> ProcessPool:
@@ -265,7 +267,7 @@ class _Stepper:
             self._terminations[lane] = terminated
             self._truncations[lane] = truncated
             if terminated or truncated:
-                final = _packed((observation, info))  # before the reset, which may use their memory again
+                final = _kept(observation), _kept(info)  # before the reset, which may use their memory again
                 observation, info = self._resets[lane]()
             loose = self.write(lane, observation)
             if info or loose or final is not None:
@@ -283,6 +285,10 @@ class _Stepper:
             actions: Iterator[Any] = iterate(self._batched, whole(self._space, (each.copy() for each in self._actions)))
             return actions
         return iter(self._actions[0].copy())
+
+
+def _kept(value: Any) -> Any:
+    return value.copy() if type(value) is np.ndarray else copy.deepcopy(value)
 
 
 def _packed(value: Any) -> bytes:
