@@ -87,34 +87,33 @@ class Follower(_Side):
         """Waits to be asked for another step.
 
         Args:
-            is_over: whether there will be none; looked at only when it is rung for, and now and then.
+            is_over: whether none is to be made now, be it asked for; looked at when something is asked for, when it is
+                rung for, and now and then.
 
         Returns:
-            Whether there is one.
+            Whether there is one to be made.
         """
         words, done = self._others, self._done
         for _ in self._looks:
             if words[ASKED] > done:
-                self._in_order()
-                return True
+                break
             let_others()
-        return self._sleeps(is_over)
+        else:
+            self._sleep(is_over)
+        self._in_order()
+        return words[ASKED] > done and not is_over()
 
-    def _sleeps(self, is_over: Callable[[], bool]) -> bool:
+    def _sleep(self, is_over: Callable[[], bool]) -> None:
         words, seconds = self._others, LOOK
         self._mine[SLEEPS] = 1
         try:
             self._in_order()
-            while words[ASKED] <= self._done:
-                if is_over():
-                    return False
+            while words[ASKED] <= self._done and not is_over():
                 if self._poll.poll(seconds * 1000) and not _drained(self._bell):
-                    return False  # nobody is there
+                    return  # nobody is there
                 seconds = NAP
         finally:
             self._mine[SLEEPS] = 0
-        self._in_order()
-        return True
 
     def answer(self, note: int = 0) -> None:
         """The step that was asked for is made.
