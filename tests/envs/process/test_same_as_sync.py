@@ -121,9 +121,7 @@ class TestReset:
                 actions = ours.action_space.sample()
                 check_same(ours.step(actions), theirs.step(actions))
                 options = {"reset_mask": mask, "more": 1}
-                check_same(
-                    ours.reset(seed=seed, options=dict(options)), theirs.reset(seed=seed, options=dict(options))
-                )
+                check_same(ours.reset(seed=seed, options=dict(options)), theirs.reset(seed=seed, options=dict(options)))
 
     def test_the_users_options_stay(self):
         with processes(Random) as envs:
@@ -286,19 +284,19 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "text"),
         [
-            (dict(num_envs=0), "num_envs"),
-            (dict(num_workers=5), "more than there are lanes"),
-            (dict(num_groups=3), "cannot be divided"),
-            (dict(timeout=0), "timeout"),
-            (dict(worker_timeout="1"), "worker_timeout"),
-            (dict(on_worker_failure="ignore"), "on_worker_failure"),
-            (dict(max_restarts=-1), "max_restarts"),
-            (dict(start_method="thread"), "start_method"),
-            (dict(make_env=[Random] * 3), "sequence of 3"),
-            (dict(make_env=3), "lane 0 it is 3"),
-            (dict(make_env=Random()), "made already"),
-            (dict(create_env_kwargs=[{}]), "create_env_kwargs has 1"),
-            (dict(make_env=lambda: 3), "it made 3"),
+            ({"num_envs": 0}, "num_envs"),
+            ({"num_workers": 5}, "more than there are lanes"),
+            ({"num_groups": 3}, "cannot be divided"),
+            ({"timeout": 0}, "timeout"),
+            ({"worker_timeout": "1"}, "worker_timeout"),
+            ({"on_worker_failure": "ignore"}, "on_worker_failure"),
+            ({"max_restarts": -1}, "max_restarts"),
+            ({"start_method": "thread"}, "start_method"),
+            ({"make_env": [Random] * 3}, "sequence of 3"),
+            ({"make_env": 3}, "lane 0 it is 3"),
+            ({"make_env": Random()}, "made already"),
+            ({"create_env_kwargs": [{}]}, "create_env_kwargs has 1"),
+            ({"make_env": lambda: 3}, "it made 3"),
         ],
     )
     def test_that_make_no_sense(self, options, text):
