@@ -395,15 +395,16 @@ class Crew:
             raise self._late(self._limits.wait, list(self._failed), LATE_HINT)
         time.sleep(max(0.0, pause))
         for worker in list(self._failed):
-            warn(self._replace(worker))
+            with Held():  # a Ctrl-C comes when it is done
+                warning = self._replace(worker)
+            warn(warning)
 
     def _replace(self, worker: int) -> Warning:
         try:
-            with Held():
-                self._pool.restart(worker)
-                warning = self.restarts.counted(worker)
-                del self._failed[worker]
-                self._begin_anew(worker, self.restarts.counts[worker])
+            self._pool.restart(worker)
+            warning = self.restarts.counted(worker)
+            del self._failed[worker]
+            self._begin_anew(worker, self.restarts.counts[worker])
         except BaseException:  # there is nobody there now
             self.is_over = True
             raise
