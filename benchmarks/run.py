@@ -8,6 +8,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-for name in ("single_process", "policies", "vector_environments", "frames", "workers", "import_time", "stats_cost"):
+for name in (
+    "single_process",
+    "policies",
+    "vector_environments",
+    "frames",
+    "workers",
+    "process_vector_env",
+    "import_time",
+    "stats_cost",
+):
     print(f"# python benchmarks/{name}.py", flush=True)
     subprocess.run([sys.executable, HERE / f"{name}.py"], check=True)

@@ -26,6 +26,10 @@ from rlcollect.processes.serve import Handler, serve
 
 __all__ = ["ProcessPool"]
 
+ADVICE = (
+    "The others are stopped. Look at its standard error for what native code wrote; run the same environment and "
+    "policy in a Collector, which needs no process, to find out more."
+)
 LET_GO, TERMINATE, KILL = 0.5, 1.5, 1.0  # seconds that each way of ending a process is given
 
 
@@ -42,6 +46,7 @@ class ProcessPool:
         stages: what workers may be doing.
         name: of the processes, with their number after it.
         preload: a module for the server of processes to import.
+        advice: what to do when one has died, for the error.
     """
 
     def __init__(
@@ -53,8 +58,10 @@ class ProcessPool:
         stages: Sequence[str],
         name: str = "worker",
         preload: str | None = None,
+        advice: str = ADVICE,
     ) -> None:
         self._make = make
+        self._advice = advice
         self._method = method
         self._stages = tuple(stages)
         self._name = name
@@ -313,8 +320,7 @@ class ProcessPool:
         else:
             how = f"ended by itself with exit code {code}, without an exception"
         return WorkerDied(
-            f"worker {worker} {how} while {stage}. The others are stopped. Look at its standard error for what native "
-            "code wrote; run the same environment and policy in a Collector, which needs no process, to find out more.",
+            f"worker {worker} {how} while {stage}. {self._advice}",
             worker=worker,
             exitcode=code,
             stage=stage,

@@ -48,6 +48,11 @@ STAGES = (
     *("waiting for a step", "stepping its environments", "calling its environments", "closing its environments"),
 )
 
+ADVICE = (
+    "Look at its standard error for what native code wrote; step the same environments in a SyncVectorEnv, which needs "
+    "no process, to find out more."
+)
+
 Ended = tuple[int, tuple[Any, dict[str, Any]] | None, dict[str, Any], Sequence[Any]]
 """What a lane has to say about a step: its number in the worker, the last observation and info of an episode that has
 ended, the info, and what of the observation has no fixed form."""
@@ -55,7 +60,15 @@ ended, the info, and what of the observation has no fixed form."""
 
 def start_pool(workers: int, method: str, threads: int) -> ProcessPool:
     """Processes for so many workers, all started at once."""
-    return ProcessPool(workers, _Maker(threads), method=method, stages=STAGES, name="rlcollect-env", preload=__name__)
+    return ProcessPool(
+        workers,
+        _Maker(threads),
+        method=method,
+        stages=STAGES,
+        name="rlcollect-env",
+        preload=__name__,
+        advice=ADVICE,
+    )
 
 
 class _Maker:
