@@ -9,6 +9,7 @@ async: CartPole-v1, against an AsyncVectorEnv of 16 lanes, a process each. Aim: 
 groups: a policy that works for 1 ms a call, environments that work for 50 us a step: two groups of 16 lanes, a worker
     each, against one group of 16 lanes, of two workers. Aim: 1.3.
 groups, one worker: the same against one group of 16 lanes in one worker.
+groups, 32 lanes: against one group of 32 lanes, of two workers: what more lanes to each call are worth.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def acting(envs: ProcessVectorEnv) -> Iterator[int]:
             yield len(envs.lanes(following))
 
 
-def groups_against_one(workers: int) -> Mapping[str, Iterator[int]]:
+def groups_against_one(workers: int, lanes: int = LANES) -> Mapping[str, Iterator[int]]:
     return {
         "two groups": acting(ProcessVectorEnv(short, 2 * LANES, 2, num_groups=2)),
-        "one group": acting(ProcessVectorEnv(short, LANES, workers)),
+        "one group": acting(ProcessVectorEnv(short, lanes, workers)),
     }
 
 
@@ -115,5 +116,6 @@ if __name__ == "__main__":
             "500us": lambda: against_sync(long),
             "groups": lambda: groups_against_one(WORKERS),
             "groups, one worker": lambda: groups_against_one(1),
+            "groups, 32 lanes": lambda: groups_against_one(WORKERS, 2 * LANES),
         },
     )

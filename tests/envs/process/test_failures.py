@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlcollect import ClosedError, OptionError, WorkerDied, WorkerError, WorkerTimeout
-from tests.envs.process.helpers import Random, Steps, processes, sync
+from tests.envs.process.helpers import Random, Steps, check_same, processes, sync
 from tests.workers.fault_helpers import Belongings, check_nothing_is_left, is_alive, raised_by, within
 
 pytestmark = pytest.mark.timeout(60)
@@ -317,4 +318,24 @@ class TestInterrupts:
                     assert lanes[0] == lanes[1]
                     made = max(made, int(lanes[0]))  # the last call of all may be after the step was taken
                     assert lanes[0] == made
+        assert interrupts > 20
+
+    @pytest.mark.parametrize("space", ["box", "text"])
+    def test_in_any_call_of_a_reset_or_of_another_command(self, space):
+        from tests.workers.test_interrupts import interrupting
+
+        interrupts = 0
+        theirs = sync([functools.partial(Random, "mixed", space)] * 2)
+        with processes(functools.partial(Random, "mixed", space), 2, 2) as envs:
+            envs.reset(seed=0)
+            for number in range(1, 200, 2):
+                for call in (lambda: envs.reset(seed=1), lambda: envs.get_attr("t")):
+                    try:
+                        with interrupting(number):
+                            call()
+                    except KeyboardInterrupt:
+                        interrupts += 1
+                check_same(envs.reset(seed=number), theirs.reset(seed=number))
+                actions = envs.action_space.sample()
+                check_same(envs.step(actions), theirs.step(actions))
         assert interrupts > 20

@@ -174,20 +174,28 @@ class Crew:
                 self._asked_at[worker] = time.monotonic()
             self._leader.ask(worker, number)
 
-    def finish(self, workers: Iterable[int], number: int) -> None:
+    def deadline(self) -> float | None:
+        """When a wait that begins now has taken too long."""
+        return _later(self._limits.wait)
+
+    def finish(self, workers: Sequence[int], number: int, deadline: float | None) -> None:
         """Waits until all have made a step, or were replaced.
+
+        Args:
+            workers: who.
+            number: of the step.
+            deadline: see above.
 
         Raises:
             WorkerTimeout: it took too long.
             WorkerDied, and what was raised in a worker.
         """
-        deadline = self._deadline(self._limits.wait)
         for worker in workers:
             while not self._has_made(worker, number):
                 if self._failed or self._replacing:
                     self._settle(deadline)
                 else:
-                    self._await_step(worker, number, deadline)
+                    self._await_step(worker, number, deadline, workers)
 
     def _has_made(self, worker: int, number: int) -> bool:
         assert self._leader is not None
@@ -204,7 +212,7 @@ class Crew:
         self.restarts.works(worker)
         return True
 
-    def _await_step(self, worker: int, number: int, deadline: float | None) -> None:
+    def _await_step(self, worker: int, number: int, deadline: float | None, workers: Sequence[int]) -> None:
         assert self._leader is not None
         self._ask(worker, number)
         late = None if self._limits.worker is None else self._asked_at[worker] + self._limits.worker
@@ -215,7 +223,10 @@ class Crew:
             return
         self._hear(0)
         if not self._leader.has_answered(worker, number) and not self._failed:
-            self._check_late([worker], deadline, late, self._limits.wait, LATE_HINT)
+            if late is not None and time.monotonic() >= late:
+                workers = [worker]
+            lacking = [each for each in workers if not self._leader.has_answered(each, number)]
+            self._check_late(lacking, deadline, late, self._limits.wait, LATE_HINT)
 
     def told(self, worker: int, number: int) -> bytes:
         """What it has to say about a step that it has made, packed; empty: nothing."""
@@ -257,8 +268,8 @@ class Crew:
         """
         is_usual = limit == USUAL
         limit = self._limits.wait if is_usual else limit
-        deadline = self._deadline(limit)
-        late = self._deadline(self._limits.worker) if is_usual and is_vital else None
+        deadline = _later(limit)
+        late = _later(self._limits.worker) if is_usual and is_vital else None
         self._settle(deadline)
         ids: dict[int, int] = {}
         try:
@@ -441,10 +452,6 @@ class Crew:
         told = "; ".join(self._pool.told(worker) for worker in workers)
         return WorkerTimeout(f"{seconds} s were not enough for {told}. {hint}", workers=tuple(workers))
 
-    @staticmethod
-    def _deadline(seconds: float | None) -> float | None:
-        return None if seconds is None else time.monotonic() + seconds
-
 
 def raised(answers: Mapping[int, Any]) -> Mapping[int, Any]:
     """The answers, if none is an exception; else raises the first."""
@@ -452,6 +459,10 @@ def raised(answers: Mapping[int, Any]) -> Mapping[int, Any]:
         if isinstance(answer, BaseException):
             raise answer
     return answers
+
+
+def _later(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
 
 
 def _until(*ends: float | None) -> float | None:

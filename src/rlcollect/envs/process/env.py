@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,10 +14,18 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rlcollect.envs.make import EnvSource, space_difference
+from rlcollect.envs.process.checks import (
+    count,
+    entropy_of,
+    fresh_seed,
+    lane_seeds,
+    masked,
+    restarts_of,
+    seconds,
+)
 from rlcollect.envs.process.crew import Crew, Limits, raised
 from rlcollect.envs.process.memory import Plan, starts
 from rlcollect.envs.process.messages import Build, Call, Facts, Reset, SetAttr
-from rlcollect.envs.process.restarts import Restarts
 from rlcollect.envs.process.results import Infos, Results
 from rlcollect.envs.process.sources import packed_makers
 from rlcollect.envs.process.worker import start_pool
@@ -103,18 +109,18 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         copy: bool = True,
     ) -> None:
         self.closed = True  # until it is open
-        self.num_envs = _count("num_envs", num_envs)
-        workers, groups = _count("num_workers", num_workers), _count("num_groups", num_groups)
+        self.num_envs = count("num_envs", num_envs)
+        workers, groups = count("num_workers", num_workers), count("num_groups", num_groups)
         if workers > self.num_envs:
             raise OptionError(f"num_workers={workers} is more than there are lanes (num_envs={self.num_envs}).")
         if workers % groups:
             raise OptionError(f"num_workers={workers} cannot be divided into num_groups={groups} of equal size.")
         limits = Limits(
-            _seconds("start_timeout", start_timeout),
-            _seconds("timeout", timeout),
-            _seconds("worker_timeout", worker_timeout),
+            seconds("start_timeout", start_timeout),
+            seconds("timeout", timeout),
+            seconds("worker_timeout", worker_timeout),
         )
-        restarts = _restarts(on_worker_failure, max_restarts, workers)
+        restarts = restarts_of(on_worker_failure, max_restarts, workers)
         makers = packed_makers(make_env, self.num_envs, create_env_kwargs)
         bounds = starts(self.num_envs, workers)
         self._spans = [slice(*bounds[worker : worker + 2]) for worker in range(workers)]
@@ -124,9 +130,9 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._pending = [False] * groups
         self._is_broken_off = False
         self._has_begun = False
-        entropy = _fresh_seed()
+        entropy = fresh_seed()
         builds = [Build(makers[span], span.start, entropy, 0) for span in self._spans]
-        pool = start_pool(workers, start_method or default_method(), _count("num_sub_threads", num_sub_threads))
+        pool = start_pool(workers, start_method or default_method(), count("num_sub_threads", num_sub_threads))
         self._crew = Crew(pool, builds, limits, restarts)
         try:
             facts = self._crew.build()
@@ -265,8 +271,9 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _finish(self, groups: Sequence[int]) -> Step:
         with _Closing(self):
+            deadline = self._crew.deadline()
             for group in groups:
-                self._crew.finish(self._groups[group], self._numbers[group])
+                self._crew.finish(self._groups[group], self._numbers[group], deadline)
             span = self._span(groups)
             infos = Infos(span)
             for group in groups:
@@ -302,12 +309,13 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             options: for each environment, without `reset_mask`: bool `[lanes]`.
 
         Returns:
-            Observations and infos.
+            Observations and infos. `infos["restarted"]` marks all lanes of a worker that was replaced, then or since
+            the last step of its lanes; those of them that the mask leaves out have begun anew, too.
         """
         self._check_open()
-        seeds = _lane_seeds(seed, self.num_envs)
-        mask, options = _masked(options, self.num_envs)
-        given = _entropy(seed)
+        seeds = lane_seeds(seed, self.num_envs)
+        mask, options = masked(options, self.num_envs)
+        given = entropy_of(seed)
         commands = {}
         for worker, span in enumerate(self._spans):
             own = {lane - span.start: seeds[lane] for lane in range(span.start, span.stop) if mask[lane]}
@@ -449,65 +457,3 @@ class _Closing:
 def _close_abandoned(crew: Crew, name: str) -> None:
     crew.close(CLOSING)
     warnings.warn(f"A {name} was never closed; use `with`, or call close().", ResourceWarning, stacklevel=2)
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise OptionError(f"{name} must be a positive integer, not {value!r}.")
-    return number
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise OptionError(f"{name} must be a positive number of seconds, or None for no limit, not {value!r}.")
-    return float(value)
-
-
-def _restarts(on_worker_failure: Any, max_restarts: Any, workers: int) -> Restarts | None:
-    if on_worker_failure not in ("raise", "restart"):
-        raise OptionError(f'on_worker_failure must be "raise" or "restart", not {on_worker_failure!r}.')
-    is_number = isinstance(max_restarts, int) and not isinstance(max_restarts, bool) and max_restarts >= 0
-    if not (max_restarts is None or is_number):
-        raise OptionError(f"max_restarts must be a number, or None for no limit, not {max_restarts!r}.")
-    return Restarts(workers, max_restarts) if on_worker_failure == "restart" else None
-
-
-def _fresh_seed() -> int:
-    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-
-
-def _lane_seeds(seed: Any, lanes: int) -> Sequence[int | None]:
-    """As Gymnasium gives them."""
-    if seed is None:
-        return [None] * lanes
-    if isinstance(seed, int | np.integer):
-        return [int(seed) + lane for lane in range(lanes)]
-    if len(seed) != lanes:
-        raise OptionError(f"seed should be one number, or one for each of {lanes} lanes; {len(seed)} came.")
-    return list(seed)
-
-
-def _entropy(seed: Any) -> int | Sequence[int] | None:
-    """What other streams are made from."""
-    if seed is None or isinstance(seed, int | np.integer):
-        return None if seed is None else abs(int(seed))
-    return [abs(int(each)) for each in seed if each is not None] or None
-
-
-def _masked(options: dict[str, Any] | None, lanes: int) -> tuple[Array, dict[str, Any] | None]:
-    """The lanes to reset, and the options without that."""
-    if options is None or "reset_mask" not in options:
-        return np.ones(lanes, np.bool_), options
-    options = dict(options)
-    mask = options.pop("reset_mask")
-    if not (isinstance(mask, np.ndarray) and mask.shape == (lanes,) and mask.dtype == np.bool_ and mask.any()):
-        raise OptionError(
-            f'options["reset_mask"] should be a bool array of shape [{lanes}] that is True somewhere, not {mask!r}.'
-        )
-    return mask, options
