@@ -265,7 +265,7 @@ class TestWhatStands:
     def test_frames_that_were_made_before_a_kill(self, tmp_path):
         """DESIGN 9.10: at most the frame under way is lost where steps take longer than a part does."""
         makers = [lambda: Life(once=tmp_path / "it", at=12, how=die, wait=0.05)]
-        with pytest.warns(WorkerRestarted, match=r"Worker 0 .*1 of at most 10.*SIGKILL") as warned:
+        with pytest.warns(WorkerRestarted, match=r"worker 0 .*1 of at most 10.*SIGKILL") as warned:
             watch, stats = run(MultiSyncCollector, makers, 30, each=30)
         (note,) = [each.message for each in warned if isinstance(each.message, WorkerRestarted)]
         assert note.worker == 0
@@ -405,7 +405,7 @@ class TestLimit:
             assert isinstance(raised.value.__cause__, WorkerError)
             (note,) = raised.value.__notes__
             assert "max_restarts=2" in note
-            assert note.count("it fell") == 3
+            assert note.count("it fell") == 2, "and the error itself"
             assert collector.closed
         assert sum(issubclass(each.category, WorkerRestarted) for each in warned) in (2, 3, 4)
 

@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlcollect.errors import WorkerRestarted
-from rlcollect.failures import text_of, warn
+from rlcollect.failures import warn
+from rlcollect.processes.restarts import Restarts
 from rlcollect.workers.messages import Build, Command, Facts, Seed
 
 __all__ = ["Attachment", "Revival", "owed"]
-
-FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0  # seconds before the second attempt in a row, and before any
-REMEMBERED = 20  # causes that are told in the end
 
 Attachment = tuple[Command, int]  # with the file descriptor that goes with it
 
@@ -52,10 +49,7 @@ class Revival:
         self.check = check
         self._attachments = attachments
         self._builds = list(builds)
-        self._limit = limit
-        self._in_a_row = [0] * len(builds)
-        self._generations = [0] * len(builds)
-        self._causes: list[list[str]] = [[] for _ in builds]
+        self._restarts = Restarts(len(builds), limit)
         self._seeds: dict[int, Seed] = {}
 
     def note_seed(self, worker: int, command: Command | None) -> None:
@@ -65,31 +59,20 @@ class Revival:
 
     def note_progress(self, worker: int) -> None:
         """It has made something: the next failure is the first in a row."""
-        self._in_a_row[worker] = 0
+        self._restarts.works(worker)
 
     def wait_after(self, worker: int, cause: BaseException) -> float:
         """A worker failed: the seconds to wait before it is made anew.
 
         Raises:
-            The cause, with a note that tells all, when that was once too often.
+            The cause, with a note that tells those before, when that was once too often.
         """
-        causes = self._causes[worker]
-        causes.append(f"{type(cause).__name__}: {text_of(cause)}")
-        if self._limit is not None and self._generations[worker] >= self._limit:
-            told = "\n".join(f"  {number}. {text}" for number, text in list(enumerate(causes, 1))[-REMEMBERED:])
-            cause.add_note(
-                f"Worker {worker} was started again {self._generations[worker]} times (max_restarts={self._limit}). "
-                f"It failed by:\n{told}"
-            )
-            raise cause
-        self._generations[worker] += 1
-        of = "" if self._limit is None else f" of at most {self._limit}"
-        text = f"Worker {worker} is started again ({self._generations[worker]}{of}), since it failed: {causes[-1]}"
-        warn(WorkerRestarted(text, worker=worker, cause=cause))
-        del causes[: -REMEMBERED if len(causes) > 2 * REMEMBERED else 0]
-        self._in_a_row[worker] += 1
-        times = self._in_a_row[worker]
-        return 0.0 if times == 1 else min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(times - 2, 20))
+        restarts = self._restarts
+        restarts.note(worker, cause)
+        if restarts.is_over(worker):
+            raise restarts.last(worker)
+        warn(restarts.counted(worker))
+        return max(0.0, restarts.pause(worker))
 
     def build(self, worker: int, warmup: Sequence[int]) -> Build:
         """What it is made from.
@@ -99,13 +82,15 @@ class Revival:
             warmup: random frames that each of its lanes still owes.
         """
         prefix, self.prefixes = self.prefixes, self.prefixes + 1
-        return replace(self._builds[worker], generation=self._generations[worker], prefix=prefix, warmup=tuple(warmup))
+        return replace(
+            self._builds[worker], generation=self._restarts.counts[worker], prefix=prefix, warmup=tuple(warmup)
+        )
 
     def afterwards(self, worker: int) -> list[tuple[Command, Sequence[int]]]:
         """What it is told then, with file descriptors: where to write to and to take weights from, and its seed."""
         told: list[tuple[Command, Sequence[int]]] = [(command, [fd]) for command, fd in self._attachments(worker)]
         if worker in self._seeds:
-            told.append((replace(self._seeds[worker], generation=self._generations[worker]), ()))
+            told.append((replace(self._seeds[worker], generation=self._restarts.counts[worker]), ()))
         return told
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlcollect.envs.process.restarts import Restarts
 from rlcollect.errors import OptionError
+from rlcollect.processes.restarts import Restarts
 
 __all__ = ["count", "entropy_of", "fresh_seed", "lane_seeds", "masked", "restarts_of", "seconds"]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlcollect.envs.process.memory import Memory, Plan
 from rlcollect.envs.process.messages import Attach, Attend, Build, Command, Facts, Fetch, Give, Reset, Started
-from rlcollect.envs.process.restarts import Restarts
 from rlcollect.errors import OptionError, SpaceError, WorkerDied, WorkerTimeout
 from rlcollect.failures import warn
 from rlcollect.processes.arena import Arena
@@ -22,6 +21,7 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.lockstep import Leader, turns
 from rlcollect.processes.messages import Reply
 from rlcollect.processes.pool import ProcessPool
+from rlcollect.processes.restarts import Restarts
 from rlcollect.seeds import Seed, lane_seed
 
 __all__ = ["Crew", "Limits", "raised"]

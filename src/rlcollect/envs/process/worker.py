@@ -84,6 +84,9 @@ class _Maker:
 class _Worker:
     """Handles the commands of a worker.
 
+    Attributes:
+        is_over: never: it is ended from outside.
+
     Args:
         number: of the worker.
         row: where it tells what it is doing.
@@ -91,6 +94,7 @@ class _Worker:
     """
 
     def __init__(self, number: int, row: Row, threads: int) -> None:
+        self.is_over = False
         self._number = number
         self._row = row
         self._threads = threads

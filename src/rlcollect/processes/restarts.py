@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from rlcollect.errors import WorkerRestarted
 from rlcollect.failures import text_of
 
 __all__ = ["Restarts"]
 
+REMEMBERED = 20  # causes that are told in the end
 PAUSE, LONGEST = 0.1, 10.0  # seconds: before the second process in a row, doubled from there on; and at most
 
 
@@ -26,14 +28,17 @@ class Restarts:
     def __init__(self, workers: int, limit: int | None) -> None:
         self.counts = [0] * workers
         self._limit = limit
-        self._causes: list[list[BaseException]] = [[] for _ in range(workers)]
+        self._last: list[BaseException | None] = [None] * workers
+        self._before = [deque[str](maxlen=REMEMBERED) for _ in range(workers)]  # texts: errors would keep their frames
         self._in_a_row = [0] * workers
         self._due = [0.0] * workers
 
     def note(self, worker: int, cause: BaseException) -> None:
         """It broke down."""
         row = self._in_a_row[worker]
-        self._causes[worker].append(cause)
+        if (last := self._last[worker]) is not None:
+            self._before[worker].append(_told(last))
+        self._last[worker] = cause
         self._due[worker] = time.monotonic() + (min(LONGEST, PAUSE * 2.0 ** (row - 1)) if row else 0.0)
         self._in_a_row[worker] = row + 1
 
@@ -52,7 +57,8 @@ class Restarts:
     def counted(self, worker: int) -> WorkerRestarted:
         """It was replaced; the warning that says so."""
         self.counts[worker] += 1
-        cause = self._causes[worker][-1]
+        cause = self._last[worker]
+        assert cause is not None
         of = "" if self._limit is None else f" of at most {self._limit}"
         return WorkerRestarted(
             f"worker {worker} was replaced (restart {self.counts[worker]}{of}), after {_told(cause)}. Its lanes begin "
@@ -63,10 +69,14 @@ class Restarts:
 
     def last(self, worker: int) -> BaseException:
         """What broke down last, with a note of all that did before."""
-        *before, last = self._causes[worker]
-        if before:
-            causes = "".join(f"\n{number}. {_told(cause)}" for number, cause in enumerate(before, 1))
-            last.add_note(f"worker {worker} was replaced {self.counts[worker]} times before, after:{causes}")
+        last = self._last[worker]
+        assert last is not None
+        if before := self._before[worker]:
+            first = self.counts[worker] - len(before) + 1
+            causes = "".join(f"\n{number}. {told}" for number, told in enumerate(before, first))
+            last.add_note(
+                f"worker {worker} was replaced {self.counts[worker]} times (max_restarts={self._limit}), after:{causes}"
+            )
         return last
 
 
