@@ -168,6 +168,7 @@ class ScratchDriver(EnvDriver, Protocol):
         is_frame: bool `[S, M]`, whether what came with the row is a frame, and not the beginning of an episode.
         starts: (t, row) after which a row shows the first observation of an episode, in order of time.
         fresh: rows that showed the first observation of an episode when the rollout began.
+        cuts: those of `starts` whose lane began anew though the episode before had not ended.
 
     `is_frame`, `ends` and `starts` are up to date after `settle` and `finish`.
     """
@@ -176,6 +177,7 @@ class ScratchDriver(EnvDriver, Protocol):
     is_frame: Array
     starts: list[tuple[int, int]]
     fresh: list[int]
+    cuts: Sequence[tuple[int, int]]
 
     def settle(self, made: int) -> None:
         """Brings `is_frame`, `ends` and `starts` up to what the first `made` steps of the rollout have given."""

@@ -274,6 +274,14 @@ class Where:
         "several lanes have their own.",
         None,
     )
+    env_workers: int | None = _option(
+        "Processes that step the lanes, as many of them each (`ProcessVectorEnv`), while the policy is called here, "
+        "for many lanes at a time. None: the lanes are stepped here.",
+        None,
+    )
+    env_groups: int = _option(
+        "Groups into which `env_workers` are divided: the policy acts for one while the others step.", 1
+    )
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
         "Keyword arguments for the maker (or for `gymnasium.make`): one mapping, or one for each lane (where there are "
         "several workers: for each worker).",
@@ -309,8 +317,11 @@ class Where:
     placement: Placement = dataclasses.field(init=False, repr=False, default=Placement(None, None))
 
     def __post_init__(self) -> None:
-        if self.num_envs is not None:
-            object.__setattr__(self, "num_envs", _positive("num_envs", self.num_envs))
+        for name in ("num_envs", "env_workers", "env_groups"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        if self.env_groups > 1 and self.env_workers is None:
+            raise OptionError(f"env_groups={self.env_groups} needs env_workers=: the processes that are divided.")
         given = self.create_env_kwargs
         each = [] if given is None else [given] if isinstance(given, Mapping) else given
         if not isinstance(each, Sequence) or not all(isinstance(kw, Mapping) for kw in each):

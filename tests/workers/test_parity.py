@@ -1199,6 +1199,8 @@ OPTIONS = {
     "obs_dtype": {"obs_dtype": "env"},
     "reset_options": {"reset_options": history},
     "num_envs": {"num_envs": 4},
+    "env_workers": {"env_workers": 2},
+    "env_groups": {"env_workers": 2, "env_groups": 2},
     "create_env_kwargs": {"create_env_kwargs": {"offset": 0.25}},
     "masked_reset": {"masked_reset": True},
     "device": {"device": "cpu"},

@@ -13,6 +13,7 @@ from rlcollect.envs.lanes import is_gymnasium, open_lanes
 from rlcollect.envs.make import close_all, is_sequence, lane_sources, make_env
 from rlcollect.envs.opening import Opening, at_lane
 from rlcollect.envs.pettingzoo import is_pettingzoo, open_pettingzoo
+from rlcollect.envs.process.driver import is_process_env, made_of, open_process_env
 from rlcollect.envs.tensordicts import NEEDS as TENSORDICT_NEEDS
 from rlcollect.envs.tensordicts import is_tensordict_env, open_tensordicts
 from rlcollect.envs.vector.envpool import is_envpool, open_envpool
@@ -45,6 +46,7 @@ class Kind:
 
 
 KINDS = (  # the first that fits
+    Kind("rlcollect.ProcessVectorEnv", is_process_env, open_process_env, False, "a class of ours"),
     # known by its class: asked for attributes, as the others do, some of these start workers or forward to others
     Kind("TensorDict environment", is_tensordict_env, open_tensordicts, True, TENSORDICT_NEEDS),
     Kind("EnvPool", is_envpool, open_envpool, False, "reset, step, num_envs, async_reset, recv, send, config"),
@@ -84,6 +86,8 @@ def open_driver(
         What a maker or a first reset raises, from a `WorkerError`. The environments made so far are closed.
     """
     batched = where.num_envs is not None or is_sequence(create_env_fn)
+    if where.env_workers is not None:
+        return _opened_in_processes(create_env_fn, what, where, tuple(names), worker, before_reset)
     number = None if _holds_lanes(create_env_fn) else where.num_envs
     sources = lane_sources(create_env_fn, number, where.create_env_kwargs, is_environment)
     envs: list[Any] = []
@@ -103,6 +107,27 @@ def open_driver(
         return kind.open(Opening(envs, owned, what, where, batched, tuple(names), worker))
     except BaseException:
         close_all(owned)
+        raise
+
+
+def _opened_in_processes(
+    create_env_fn: Any,
+    what: What,
+    where: Where,
+    names: tuple[str, ...],
+    worker: int,
+    before_reset: Callable[[], None] | None,
+) -> EnvDriver:
+    """The same, with lanes in worker processes of their own."""
+    with at_lane(worker, None):
+        env = made_of(create_env_fn, where)
+    made: list[Any] = [env]
+    try:
+        if before_reset is not None:
+            before_reset()
+        return open_process_env(Opening(made, made, what, where, True, names, worker))
+    except BaseException:
+        close_all(made)
         raise
 
 

@@ -54,7 +54,9 @@ class Episodes:
         self._next_id += count
         return np.arange(first, self._next_id)
 
-    def go_on(self, lanes: Array, times: Array, ended: Array, rewards: Array) -> tuple[Array, Array]:
+    def go_on(
+        self, lanes: Array, times: Array, ended: Array, rewards: Array, cut: Array | None = None
+    ) -> tuple[Array, Array]:
         """Takes the frames that were made since.
 
         Args:
@@ -62,6 +64,7 @@ class Episodes:
             times: int64 `[F]`, when each was made.
             ended: bool `[F]`, whether it was the last of its episode.
             rewards: `[F]`.
+            cut: bool `[F]`, whether another began after it, though this one did not end. None: nowhere.
 
         Returns:
             The id of each frame's episode, and how many frames that had before it: int64 `[F]` each.
@@ -71,6 +74,7 @@ class Episodes:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         heads = np.flatnonzero(np.diff(lanes, prepend=-1))  # where the frames of a lane begin
         here, last = lanes[heads], np.append(heads[1:], count) - 1
+        true_ends, ended = ended, ended if cut is None else ended | cut
         ends = np.flatnonzero(ended)
         in_time = times[ends].argsort(kind="stable")
         ids_made = np.full(len(ends) + 1, -1)  # at each end that of the next episode; the last one is never used
@@ -84,8 +88,10 @@ class Episodes:
         lengths = np.diff(firsts, append=count)
         ids, counts = np.repeat(piece_ids, lengths), np.arange(count) - np.repeat(born, lengths)
         over = ended[last]
-        self._remember(rewards, firsts, at_head, here, ends[in_time], over)
-        self.lengths.extend((counts[ends[in_time]] + 1).tolist())
+        last_in_time = ends[in_time]
+        last_in_time = last_in_time[true_ends[last_in_time]]
+        self._remember(rewards, firsts, at_head, here, last_in_time, over)
+        self.lengths.extend((counts[last_in_time] + 1).tolist())
         self._ids[here] = np.where(over, ids_made[ends.searchsorted(last)], ids[last])
         self.ages[here] = np.where(over, 0, counts[last] + 1)
         return ids, counts

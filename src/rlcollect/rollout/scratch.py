@@ -41,6 +41,7 @@ class _Frames:
         after: rows that hold what was observed next.
         came: rows that hold reward and flags.
         ended: bool `[F]`, whether they are the last of their episode: what was observed next is then in `came` too.
+        cut: bool `[F]`, whether their lane began anew after them, though their episode had not ended; None: none did.
         places: which frame of its lane each is, counted from the beginning of the batch that comes next.
     """
 
@@ -49,6 +50,7 @@ class _Frames:
     after: Array
     came: Array
     ended: Array
+    cut: Array | None
     places: Array
 
 
@@ -233,10 +235,25 @@ class ScratchEngine(Engine):
         came = after - width
         flags = (self._scratch.flat["next", name].numpy()[came, 0] for name in ("terminated", "truncated"))
         ended = np.logical_or(*flags)
-        frames = _Frames(of_frame, index[:-1][pairs], after, came, ended, self._filled[of_frame] + ranks)
+        cut = self._cut(of_frame, after)
+        frames = _Frames(of_frame, index[:-1][pairs], after, came, ended, cut, self._filled[of_frame] + ranks)
         last = np.append(np.flatnonzero(~of_one), len(lanes) - 1)
         self._keep(lanes[last], index[last], (index[last] // width != made) | (index[last] >= behind))
         return frames
+
+    def _cut(self, lanes: Array, after: Array) -> Array | None:
+        """After which frames their lane began anew. Where there are none before that, its episode is cut now."""
+        if not self._rows.cuts:
+            return None
+        cut = np.zeros(len(lanes), bool)
+        for t, row in self._rows.cuts:
+            lane = int(self._rows.row_lanes[t + 1, row])
+            before = np.flatnonzero((lanes == lane) & (after < (t + 1) * self._width + row))
+            if len(before):
+                cut[before[-1]] = True
+            else:
+                self.episodes.cut([lane])
+        return cut
 
     def _keep(self, lanes: Array, rows: Array, waits: Array) -> None:
         """Keeps the newest row of each lane that has acted, and has not come back."""
@@ -252,7 +269,7 @@ class ScratchEngine(Engine):
         """Copies frames to where they belong in the batches to come."""
         ended = frames.ended
         times = self.steps * self._width + frames.after
-        ids, counts = self.episodes.go_on(frames.lanes, times, ended, self._rewards(frames))
+        ids, counts = self.episodes.go_on(frames.lanes, times, ended, self._rewards(frames), frames.cut)
         marks: dict[Key, Array] = {
             ("next", "done"): ended[:, None],
             MASK: np.ones(len(ended), bool),

@@ -109,6 +109,8 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         copy: bool = True,
     ) -> None:
         self.closed = True  # until it is open
+        self.on_worker_failure = on_worker_failure
+        self.copy = bool(copy)
         self.num_envs = count("num_envs", num_envs)
         workers, groups = count("num_workers", num_workers), count("num_groups", num_groups)
         if workers > self.num_envs:
@@ -140,7 +142,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             plan = Plan.of(self.single_observation_space, self.single_action_space, self.num_envs, workers)
             memory = self._crew.attach(plan)
             self._results: Results | None = Results(
-                memory, self.single_observation_space, self.single_action_space, copy=bool(copy)
+                memory, self.single_observation_space, self.single_action_space, copy=self.copy
             )
         except BaseException:
             self._crew.close(0.0)

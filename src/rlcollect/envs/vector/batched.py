@@ -15,6 +15,7 @@ from rlcollect.envs.calls import MASK
 from rlcollect.envs.driver import Driver
 from rlcollect.envs.info import MISSING, info_entry, info_leaves
 from rlcollect.envs.opening import Opening, at_lane
+from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.envs.saving import env_state, load_env_state
 from rlcollect.envs.spaces import REWARD, ActionCodec, Batcher, ObservationCodec, codec_of, renamed
 from rlcollect.envs.vector.infos import VectorInfos, first_of, present
@@ -260,7 +261,7 @@ class Batched(Driver):
         base = base_of(self.env)
         if isinstance(base, SyncVectorEnv):
             return {str(lane): env_state(env) for lane, env in enumerate(base.envs)}
-        if isinstance(base, AsyncVectorEnv):
+        if isinstance(base, AsyncVectorEnv | ProcessVectorEnv):
             return {"generators": [generator.bit_generator.state for generator in base.get_attr("np_random")]}
         state: dict[str, Any] = {}
         if isinstance(generator := getattr(base, "_np_random", None), np.random.Generator):
@@ -275,7 +276,7 @@ class Batched(Driver):
         if isinstance(base, SyncVectorEnv):
             for lane, env in enumerate(base.envs):
                 load_env_state(env, state[str(lane)])
-        elif isinstance(base, AsyncVectorEnv):
+        elif isinstance(base, AsyncVectorEnv | ProcessVectorEnv):
             base.set_attr("np_random", [_generator(saved) for saved in state["generators"]])
         else:
             if "generator" in state:

@@ -14,7 +14,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlcollect.envs.calls import MASK
 from rlcollect.envs.driver import fill_next
-from rlcollect.envs.info import MISSING, info_entry
 from rlcollect.envs.opening import Opening
 from rlcollect.envs.spaces import Rows, rows_in_time
 from rlcollect.envs.vector.batched import Batched, in_lane_order
@@ -233,14 +232,8 @@ class SameStep(VectorDriver):
     def _record(self, t: int, info: Mapping[str, Any], ended: Array | None) -> None:
         if ended is None:
             self.infos.record(t, info)
-            return
-        self.infos.record(t, info, ~ended)
-        last = info.get("final_info")
-        last = last if isinstance(last, Mapping) else {}
-        lacking = [leaf.key for leaf in self.infos.leaves if info_entry(last, leaf.key) is MISSING]
-        beside = [key for key in lacking if key not in self.infos.of_resets]
-        self.infos.record(t, last, ended)
-        self.infos.record(t, info, ended, only=beside)  # what a wrapper has put there, of the step too
+        else:
+            self.infos.record_ends(t, info, ended)
 
     def _end(self, t: int, ended: Array, info: Mapping[str, Any]) -> None:
         finals = next((info[name] for name in FINAL_NAMES if name in info), None)

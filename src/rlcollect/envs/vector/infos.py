@@ -100,6 +100,22 @@ class VectorInfos:
                 array[lane, t] = value[lane]
             self._unseen.discard(leaf.key)
 
+    def record_ends(self, t: int, info: Mapping[str, Any], ended: Array) -> None:
+        """The same, of a step that has reset some lanes itself: of these what their last step said is in the info.
+
+        Args:
+            t: of the rollout.
+            info: of all lanes.
+            ended: bool `[N]`, which were reset.
+        """
+        self.record(t, info, ~ended)
+        last = info.get("final_info")
+        last = last if isinstance(last, Mapping) else {}
+        lacking = [leaf.key for leaf in self.leaves if info_entry(last, leaf.key) is MISSING]
+        beside = [key for key in lacking if key not in self.of_resets]
+        self.record(t, last, ended)
+        self.record(t, info, ended, only=beside)  # what a wrapper has put there, of the step too
+
     def episodes_ended(self, count: int) -> None:
         """So many episodes have ended.
 

@@ -9,6 +9,7 @@ from gymnasium import vector
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as wrappers
 
+from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.errors import EnvError
 from rlcollect.failures import warn
 
@@ -85,7 +86,8 @@ def keeps_masks(env: Any, mode: AutoresetMode) -> bool:
         if type(env) not in TRANSPARENT:
             return False
         env = env.env
-    return type(env) in (SyncVectorEnv, AsyncVectorEnv) and not (mode is AutoresetMode.NEXT_STEP and resets_twice(env))
+    known = SyncVectorEnv, AsyncVectorEnv, ProcessVectorEnv
+    return type(env) in known and not (mode is AutoresetMode.NEXT_STEP and resets_twice(env))
 
 
 def resets_twice(env: Any) -> bool:

@@ -34,6 +34,7 @@ class ScratchRows(Batched):
         self.row_lanes = np.zeros((0, rows), np.int64)
         self.is_frame = np.zeros((0, rows), bool)
         self.starts: list[tuple[int, int]] = []
+        self.cuts: list[tuple[int, int]] = []
         self.fresh = list(range(rows))
         self._arrays = Arrays({}, remember=False)
         self._rows: list[Rows] = []
@@ -41,7 +42,7 @@ class ScratchRows(Batched):
 
     def _take(self, arrays: Arrays) -> None:
         """Takes the scratch memory, and writes the current rows into its first."""
-        self.ends, self.starts, self.failed_lane = [], [], None
+        self.ends, self.starts, self.cuts, self.failed_lane = [], [], [], None
         self._arrays = arrays
         for leaf in self.leaves:
             arrays[leaf.key][:, 0] = self.current[leaf.key]
@@ -64,7 +65,10 @@ class ScratchRows(Batched):
         self._truncated[t] = truncated
         self._rows[t][...] = seen
         if self.infos.leaves:
-            self.infos.record(t, info)
+            self._record(t, info)
+
+    def _record(self, t: int, info: Any) -> None:
+        self.infos.record(t, info)
 
     def _hide_finals(self, t: int, rows: Array) -> None:
         """What lanes had come to with step t goes below "next", and the rows show what was shown there before.
