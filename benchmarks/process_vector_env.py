@@ -10,6 +10,9 @@ groups: a policy that works for 1 ms a call, environments that work for 50 us a 
     each, against one group of 16 lanes, of two workers. Aim: 1.3.
 groups, one worker: the same against one group of 16 lanes in one worker.
 groups, 32 lanes: against one group of 32 lanes, of two workers: what more lanes to each call are worth.
+collector, 500us: `Collector(env_workers=2)` against one that steps its 16 lanes itself, random actions. Aim: 1.7.
+collector, CartPole: the same with CartPole-v1 and an MLP.
+collector, groups: a policy of 1 ms, environments of 50 us: two groups of 16 lanes against one of 16.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from collections.abc import Iterator, Mapping
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from harness import run
+from single_process import Greedy
 
-from rlcollect import ProcessVectorEnv
+from rlcollect import Collector, ProcessVectorEnv
 
 WORKERS, LANES = 2, 16
 POLICY = 0.001  # seconds a call
@@ -100,6 +105,31 @@ def acting(envs: ProcessVectorEnv) -> Iterator[int]:
             yield len(envs.lanes(following))
 
 
+def collecting(make, policy=None, **options) -> Iterator[int]:
+    collector = Collector(make, policy, frames_per_batch=1024, **options)
+    while True:
+        yield collector.next().numel()
+
+
+def slow_policy(observation):
+    work(POLICY)
+    return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+
+def against_lanes_here(make, policy=None) -> Mapping[str, Iterator[int]]:
+    return {
+        "env_workers": collecting(make, policy, num_envs=LANES, env_workers=WORKERS),
+        "here": collecting(make, policy, num_envs=LANES),
+    }
+
+
+def collector_in_groups() -> Mapping[str, Iterator[int]]:
+    return {
+        "two groups": collecting(short, slow_policy, num_envs=2 * LANES, env_workers=2, env_groups=2),
+        "one group": collecting(short, slow_policy, num_envs=LANES, env_workers=WORKERS),
+    }
+
+
 def groups_against_one(workers: int, lanes: int = LANES) -> Mapping[str, Iterator[int]]:
     return {
         "two groups": acting(ProcessVectorEnv(short, 2 * LANES, 2, num_groups=2)),
@@ -117,5 +147,8 @@ if __name__ == "__main__":
             "groups": lambda: groups_against_one(WORKERS),
             "groups, one worker": lambda: groups_against_one(1),
             "groups, 32 lanes": lambda: groups_against_one(WORKERS, 2 * LANES),
+            "collector, 500us": lambda: against_lanes_here(long),
+            "collector, CartPole": lambda: against_lanes_here(cartpole, Greedy()),
+            "collector, groups": collector_in_groups,
         },
     )

@@ -15,6 +15,7 @@ for name in (
     "frames",
     "workers",
     "process_vector_env",
+    "stragglers",
     "import_time",
     "stats_cost",
 ):

@@ -222,7 +222,12 @@ class WorkerPool(Protocol):
     """Workers, wherever they are. Each command gets one reply, with its number.
 
     A worker does commands one after the other. What a command raises comes as a reply, or is raised by `ready`.
+
+    Attributes:
+        is_spent: whether it can be used no more.
     """
+
+    is_spent: bool
 
     def __len__(self) -> int:
         """How many there are."""

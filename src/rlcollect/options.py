@@ -500,7 +500,8 @@ class Workers:
     on_worker_failure: Literal["raise", "restart"] = _option(
         "What to do when a worker fails: its environment, policy or hook raises, its process dies, or it "
         'gives no sign of life. "raise": the error comes out, and the collector is closed. "restart": it is made anew, '
-        "with environments of its own seed; its rollout goes on after the frames that stand, with new episodes.",
+        "with environments of its own seed; its rollout goes on after the frames that stand, with new episodes, and "
+        "what it was asked meanwhile (by `map_fn`, say) is asked again.",
         "raise",
     )
     max_restarts: int | None = _option(

@@ -31,6 +31,7 @@ from rlcollect import (
     WorkerDied,
     WorkerError,
     WorkerRestarted,
+    WorkerTimeout,
 )
 from rlcollect.testing import Breaker, Counter, check_batch
 from tests.workers.fault_helpers import is_alive, kill_worker, within, worker_process
@@ -536,3 +537,166 @@ class TestOptions:
     def test_workers_that_hold_collectors(self):
         with pytest.raises(OptionError, match="collector_class"):
             MultiSyncCollector([Life], frames_per_batch=20, collector_class=Collector, **RESTART)
+
+
+class TestWhatAReviewFound:
+    @pytest.mark.parametrize("wait", [0.0, 0.004])
+    def test_random_frames_are_exact_after_one_that_hangs(self, wait, tmp_path):
+        """What a worker still makes while it is ended stands too, and is counted."""
+
+        class Hangs(Life):
+            def step(self, action):
+                try:
+                    return super().step(action)
+                finally:
+                    if self.is_first and self.steps == 40:
+                        time.sleep(600)
+
+        with MultiSyncCollector(
+            [lambda: Hangs(once=tmp_path / "it", wait=wait)],
+            lambda observation: torch.zeros(observation.shape[:-1], dtype=torch.int64),
+            frames_per_batch=100,
+            total_frames=200,
+            init_random_frames=150,
+            worker_timeout=1.0,
+            **RESTART,
+        ) as collector:
+            versions = [version for batch in collector for version in batch["collector", "policy_version"].flatten()]
+        assert [int(version) for version in versions] == [-1] * 150 + [0] * 50
+
+    @pytest.mark.parametrize("start_timeout", [None, 30.0])
+    def test_a_slow_start_is_no_hang(self, start_timeout, tmp_path):
+        def maker():
+            if (tmp_path / "it").exists():
+                time.sleep(1.5)
+            return Life(once=tmp_path / "it", at=5, how=fail)
+
+        _, stats = run(
+            MultiSyncCollector, [maker], 20, each=10, worker_timeout=0.5, start_timeout=start_timeout, max_restarts=1
+        )
+        assert stats.workers[0].restarts == 1
+
+    def test_batches_that_cross_give_signs_of_life_too(self):
+        _, stats = run(
+            MultiSyncCollector, [lambda: Life(wait=0.03)], 60, each=60, worker_timeout=0.6, use_buffers=False
+        )
+        assert stats.workers[0].restarts == 0
+
+    def test_a_death_is_not_told_as_a_hang(self):
+        with MultiSyncCollector([Life] * 3, frames_per_batch=30, worker_timeout=0.3, **RESTART) as collector:
+            collector.next()
+            time.sleep(0.5)
+            kill_worker(2)
+            with pytest.warns(WorkerRestarted) as warned:
+                collector.next()
+            assert [each.restarts for each in collector.stats().workers] == [0, 0, 1]
+        (note,) = [each.message for each in warned if isinstance(each.message, WorkerRestarted)]
+        assert "SIGKILL" in str(note.cause)
+
+    def test_asking_again_and_again_hides_no_hang(self, tmp_path):
+        with MultiAsyncCollector(
+            [lambda: Life(once=tmp_path / "it", at=10, how=hang)],
+            frames_per_batch=100,
+            worker_timeout=1.5,
+            on_worker_failure="restart",
+            timeout=0.5,
+        ) as collector:
+            with pytest.raises(WorkerTimeout):
+                collector.next()
+            end = time.monotonic() + 30
+            while collector.stats().workers[0].restarts == 0:
+                with contextlib.suppress(WorkerTimeout):
+                    collector.state_dict()
+                assert time.monotonic() < end
+
+    def test_a_state_in_the_middle_of_a_restart_is_whole(self, tmp_path):
+        makers = [lambda: Life(once=tmp_path / "it", at=150, how=die, wait=0.001)]
+
+        def policy(observation):
+            return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+        def count(batches):
+            return sum(int((batch["collector", "policy_version"] == -1).sum()) for batch in batches)
+
+        options = {"frames_per_batch": 100, "total_frames": 600, "init_random_frames": 300, **RESTART}
+        with MultiAsyncCollector(makers, policy, **options) as collector:
+            made = count([collector.next()])
+            while not (tmp_path / "it").exists() or worker_process(0).is_alive():
+                time.sleep(0.01)  # it has died in its second rollout
+                if not [each for each in multiprocessing.active_children() if each.name == "rlcollect-0"]:
+                    break
+            state = collector.state_dict()
+        with MultiAsyncCollector(makers, policy, **options) as collector:
+            collector.load_state_dict(state)
+            assert made + count(collector) == 300
+
+    def test_weights_of_a_state_are_for_those_that_come_after_too(self):
+        class Says(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.value = torch.nn.Parameter(torch.zeros(()))
+
+            def forward(self, observation):
+                action = torch.zeros(observation.shape[:-1], dtype=torch.int64)
+                return {"action": action, "said": self.value.expand(action.shape)}
+
+        learned = Says()
+        with torch.no_grad():
+            learned.value.fill_(7)
+        with MultiSyncCollector([Life], policy_factory=Says, frames_per_batch=10, **RESTART) as collector:
+            collector.update_policy_weights_(learned)
+            collector.next()
+            state = collector.state_dict()
+            with torch.no_grad():
+                learned.value.fill_(3)
+            collector.update_policy_weights_(learned)
+            assert (collector.next()["said"] == 3).all()
+            collector.load_state_dict(state)
+            for _ in range(2):
+                batch = collector.next()
+                assert (batch["said"] == 7).all()
+                assert (batch["collector", "policy_version"] == 1).all()
+                kill_worker(0)
+
+    def test_a_state_has_the_episodes_of_those_before(self):
+        with MultiSyncCollector([Life], frames_per_batch=70, **RESTART) as collector:
+            collector.next()
+            kill_worker(0)
+            collector.next()
+            state = collector.state_dict()
+            assert collector.stats().episodes == 20
+        with MultiSyncCollector([Life], frames_per_batch=70, **RESTART) as collector:
+            collector.load_state_dict(state)
+            assert collector.stats().episodes == 20
+
+    def test_once_too_often_while_another_command_is_waited_for(self):
+        with MultiAsyncCollector(
+            [lambda: Life(at=30, how=fail, wait=0.01)], frames_per_batch=100, max_restarts=1, **RESTART
+        ) as collector:
+            with contextlib.suppress(LookupError):
+                collector.next()
+            if not collector.closed:
+                with pytest.raises(LookupError):
+                    collector.map_fn(len)
+            assert collector.closed
+
+    def test_what_cannot_cross_to_one_that_is_not_there_yet(self):
+        with MultiAsyncCollector(
+            [lambda: Life(at=0, how=fail)] * 2, frames_per_batch=20, max_restarts=None, on_worker_failure="restart",
+            timeout=1.0,
+        ) as collector:  # fmt: skip
+            with pytest.raises(WorkerTimeout):
+                collector.next()  # both wait for their next attempt by now
+            lock = threading.Lock()
+            with pytest.raises(OptionError, match="map_fn"):
+                collector.map_fn(lambda envs: lock.locked())
+
+    def test_batches_of_a_state_are_not_the_users(self):
+        with MultiSyncCollector(
+            [lambda: Life(wait=0.0), lambda: Life(wait=0.02)], frames_per_batch=20, return_same_td=True,
+            preemptive_threshold=0.5, stragglers="continue", timeout=60,
+        ) as collector:  # fmt: skip
+            batch = collector.next()
+            kept = batch.clone()
+            collector.state_dict()
+            assert (batch == kept).all()

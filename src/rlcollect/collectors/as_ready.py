@@ -189,7 +189,7 @@ class Quorum(_AsReady):
             self._crew.wait_for_rollouts(lambda known=known: len(self._crew.arrived) > known)  # type: ignore[misc]
             self._go_on(left)
         chosen = self._alike(self._ready())
-        made = self._batch_of(chosen)
+        made = self._batch_of(chosen, self._same)
         with Held():
             self.finished = made
             for arrival in chosen:
@@ -235,8 +235,9 @@ class Quorum(_AsReady):
             key=lambda arrival: arrival.worker,
         )
 
-    def _batch_of(self, chosen: Sequence[Arrival]) -> Made:
+    def _batch_of(self, chosen: Sequence[Arrival], same: SameBatch[TensorDictBase] | None = None) -> Made:
         batch = self._joined(chosen)
+        batch = batch if same is None else same.holding(batch)
         late = tuple(
             LateRollout(arrival.worker, arrival.rollout.frames, age, arrival.rollout.version)
             for arrival in chosen
@@ -252,10 +253,12 @@ class Quorum(_AsReady):
             return put_together(batches, dim, in_time=self._in_time)
         tensors = groups.picked([arrival.command.group for arrival in chosen], first.room)
         if dim is None:
-            batch = groups.stacked(tensors, first.steps)
-        else:
-            batch = groups.joined(tensors, [first.steps] * len(chosen), dim)
-        return batch if self._same is None else self._same.holding(batch)
+            return groups.stacked(tensors, first.steps)
+        return groups.joined(tensors, [first.steps] * len(chosen), dim)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._begun.clear()
 
     def made(self, rollouts: Sequence[int]) -> list[Made]:
         """See `Gather`."""

@@ -385,8 +385,9 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         """What workers answer; the death of one closes the collector."""
         try:
             return self._crew.ask(commands)
-        except WorkerDied:
-            self.shutdown()
+        except BaseException as error:
+            if isinstance(error, WorkerDied) or self._crew.pool.is_spent:
+                self.shutdown()
             raise
 
     def stats(self) -> Stats:

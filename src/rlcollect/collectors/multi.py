@@ -39,6 +39,7 @@ from rlcollect.workers.revival import Attachment, Revival
 __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"]
 
 START_HINT = "Allow more time (start_timeout=), or look at what it does there."
+ADVICE_OF_RESTARTS = "Look at its standard error for what native code wrote."
 NOT_HOSTED = frozenset(  # options that a hosted collector does not get: they are the pool's, or the worker's
     [
         *("frames_per_batch", "total_frames", "storing_device", "device"),
@@ -61,7 +62,9 @@ class _Processes(BaseCollector):
         sources = self._sources(create_env_fn)
         builds = self._builds(sources, policy)
         packed = packed_builds(builds)
-        pool = LastingPool(start_pool(len(sources), options.start_method or default_method(), options.num_sub_threads))
+        method = options.start_method or default_method()
+        advice = {"advice": ADVICE_OF_RESTARTS} if options.restarts else {}
+        pool = LastingPool(start_pool(len(sources), method, options.num_sub_threads, **advice))
         crew = Crew(pool, options.timeout, is_stopped=self._is_stopped)
         self._attachments: dict[int, list[Attachment]] = {}
         self._memory = ExitStack()  # that is shared
@@ -105,8 +108,8 @@ class _Processes(BaseCollector):
         def attachments(worker: int) -> list[Attachment]:
             return [*self._attachments.get(worker, ()), posting.attachment(worker)]
 
-        def check(other: Facts) -> None:
-            _check_alike([facts[0], other])
+        def check(worker: int, other: Facts) -> None:
+            _check_like(facts[0], worker, other)
 
         return Revival(
             builds,
@@ -350,6 +353,8 @@ class _Processes(BaseCollector):
         """See `BaseCollector`. Workers that come in the place of others get ids that none had before the state."""
         super().load_state_dict(state, strict)
         if self._revival is not None:
+            if self._how.policy_factory is not None:  # each worker's weights are its own, and of the state
+                self._posting.begin_anew()
             self._revival.prefixes = max(self._revival.prefixes, state.get("prefixes", 0))
 
     def _publish_loaded(self) -> None:
@@ -538,23 +543,24 @@ def _check_maker(worker: int, source: Any) -> None:
 
 def _check_alike(facts: Sequence[Facts]) -> None:
     """Batches of all workers have one form."""
-    first = facts[0]
     for worker, other in enumerate(facts):
-        if other.num_lanes != first.num_lanes or other.lead != first.lead:
-            raise SpaceError(
-                f"All workers need the same number of lanes; worker {worker} has {other.num_lanes} "
-                f"({list(other.lead)}) and worker 0 has {first.num_lanes} ({list(first.lead)})."
-            )
-        if other.leaves != first.leaves:
-            raise SpaceError(
-                f"All workers need the same spaces; worker {worker} differs from worker 0: {_difference(first, other)}."
-            )
-        if isinstance(first.action_space, gym.Space) and isinstance(other.action_space, gym.Space):
-            difference = space_difference(first.action_space, other.action_space, True, "action", "worker 0")
-            if difference:
-                raise SpaceError(
-                    f"All workers need the same spaces; worker {worker} differs from worker 0: {difference}"
-                )
+        _check_like(facts[0], worker, other)
+
+
+def _check_like(first: Facts, worker: int, other: Facts) -> None:
+    if other.num_lanes != first.num_lanes or other.lead != first.lead:
+        raise SpaceError(
+            f"All workers need the same number of lanes; worker {worker} has {other.num_lanes} "
+            f"({list(other.lead)}) and worker 0 has {first.num_lanes} ({list(first.lead)})."
+        )
+    if other.leaves != first.leaves:
+        raise SpaceError(
+            f"All workers need the same spaces; worker {worker} differs from worker 0: {_difference(first, other)}."
+        )
+    if isinstance(first.action_space, gym.Space) and isinstance(other.action_space, gym.Space):
+        difference = space_difference(first.action_space, other.action_space, True, "action", "worker 0")
+        if difference:
+            raise SpaceError(f"All workers need the same spaces; worker {worker} differs from worker 0: {difference}")
 
 
 def _difference(ours: Facts, theirs: Facts) -> str:

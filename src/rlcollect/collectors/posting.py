@@ -68,6 +68,10 @@ class Posting:
             self._crew.tell(worker, *self.attachment(worker))
         return Publisher(arena.buffer, leaves)
 
+    def begin_anew(self) -> None:
+        """Nothing that was published is for workers that are made from now on."""
+        self._pairs = dict.fromkeys(self._workers, self._new_pair(self._workers))
+
     def attachment(self, worker: int) -> tuple[AttachWeights, int]:
         """Where a worker takes its weights from, with the descriptor of that memory."""
         arena = self._arenas[worker]

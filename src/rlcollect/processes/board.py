@@ -84,6 +84,10 @@ class Board:
         """Keeps what stands there now, and not the memory."""
         self._rows, self._said = self._rows.copy(), self._said.copy()
 
+    def begin_anew(self, worker: int) -> None:
+        """Another is to write this row, and nobody writes it now: it has done nothing yet. What is kept stays kept."""
+        self._rows[worker, [STAGE, COUNT, SINCE, BEAT]] = 0
+
     def stop(self, worker: int, command: int) -> None:
         """A worker is to stop what this command asks for, and those with lower numbers; not what comes later."""
         self._said[worker, STOP] = max(self._said[worker, STOP], command)

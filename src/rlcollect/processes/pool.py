@@ -38,6 +38,7 @@ class ProcessPool:
 
     Attributes:
         board: what each is doing.
+        is_spent: never by itself: a death is raised.
 
     Args:
         count: how many.
@@ -60,6 +61,7 @@ class ProcessPool:
         preload: str | None = None,
         advice: str = ADVICE,
     ) -> None:
+        self.is_spent = False
         self._make = make
         self._advice = advice
         self._method = method
@@ -108,11 +110,9 @@ class ProcessPool:
         return len(self._processes)
 
     def restart(self, worker: int) -> None:
-        """Puts a new process in the place of one: what the old one was doing, or had been sent, is lost.
-
-        Its row of the board keeps what the old one had written, until the new one writes there.
-        """
+        """Puts a new process in the place of one: what the old one was doing, or had been sent, is lost."""
         self.retire(worker)
+        self.board.begin_anew(worker)
         self._processes[worker], self._channels[worker] = self._launched(worker)
         self._retired.discard(worker)
         self._welcome(worker)

@@ -54,9 +54,12 @@ class Restarts:
         """Whether it was replaced as often as it may be."""
         return self._limit is not None and self.counts[worker] >= self._limit
 
-    def counted(self, worker: int) -> WorkerRestarted:
-        """It was replaced; the warning that says so."""
+    def count(self, worker: int) -> None:
+        """It was replaced."""
         self.counts[worker] += 1
+
+    def warning(self, worker: int) -> WorkerRestarted:
+        """The warning that says so."""
         cause = self._last[worker]
         assert cause is not None
         of = "" if self._limit is None else f" of at most {self._limit}"

@@ -23,9 +23,11 @@ class InlinePool:
 
     Attributes:
         worker: the one there is; None before a `Build`.
+        is_spent: never.
     """
 
     def __init__(self) -> None:
+        self.is_spent = False
         self.worker: Worker | None = None
         self._at_once: deque[tuple[int, Command]] = deque()
         self._waiting: deque[tuple[int, Command]] = deque()

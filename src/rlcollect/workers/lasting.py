@@ -7,15 +7,17 @@ way goes on after the steps that stand in shared memory. The rest of the house s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcollect.errors import OptionError, SpaceError, WorkerDied, WorkerError
+from rlcollect.failures import warn
 from rlcollect.interfaces import RevivablePool
 from rlcollect.processes.channel import Held
+from rlcollect.processes.crossing import packed
 from rlcollect.processes.messages import Reply
-from rlcollect.workers.messages import Build, Close, Collect, Collected, Facts, Report, Saved
+from rlcollect.workers.messages import RECENT, Build, Close, Collect, Collected, Facts, Report, Saved
 from rlcollect.workers.revival import Revival, owed
 
 __all__ = ["LastingPool"]
@@ -37,6 +39,7 @@ class LastingPool:
     Attributes:
         restarts: how many times each worker was put in the place of another.
         dropped: frames that each lost by that, as far as is known.
+        is_spent: whether a worker failed once too often.
 
     Args:
         pool: the workers.
@@ -46,6 +49,7 @@ class LastingPool:
         count = len(pool)
         self.restarts = [0] * count
         self.dropped = [0] * count
+        self.is_spent = False
         self._pool = pool
         self._revival: Revival | None = None
         self._facts: Sequence[Facts] = ()
@@ -92,12 +96,14 @@ class LastingPool:
         if self._revival is None:
             return self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
         number = self.new_number() if number is None else number
-        self._revival.note_seed(worker, command)
+        self._revival.note(worker, command)
         with Held():
+            if worker in self._due:
+                packed(command, getattr(command, "title", "command"))  # whether it can be sent shows now
+            else:
+                self._send(number, worker, command, in_turn=in_turn, descriptors=descriptors)
             if not descriptors:
                 self._sent[number] = _Sent(worker, command, in_turn, time.monotonic())
-            if worker not in self._due:
-                self._send(number, worker, command, in_turn=in_turn, descriptors=descriptors)
         return number
 
     def _send(
@@ -105,9 +111,6 @@ class LastingPool:
     ) -> None:
         try:
             self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
-        except OptionError:  # it cannot cross
-            self._sent.pop(number, None)
-            raise
         except WorkerDied:  # it is noticed where it is listened for, and sent again then
             return
 
@@ -130,11 +133,10 @@ class LastingPool:
         if self._revival is None:
             return self._pool.ready(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._start_due()
+        self._go_on()
         while not self._heard:
             self._listen(self._patience(deadline))
-            self._end_hung()
-            self._start_due()
+            self._go_on()
             if deadline is not None and time.monotonic() >= deadline:
                 break
         return self._heard
@@ -144,12 +146,24 @@ class LastingPool:
         self._heard = []
         self._pool.done()
 
-    def _listen(self, seconds: float | None) -> None:
+    def _go_on(self) -> None:
+        """Ends those that hang, and starts others in the place of those that failed."""
+        if self._hung():
+            while self._listen(0):  # what they have said, and whether they are there
+                pass
+            for worker in self._hung():
+                text = f"{self._pool.told(worker)} gave no sign of life for too long (worker_timeout, start_timeout)"
+                death = WorkerDied(f"{text}; it was ended.", worker=worker, exitcode=None, stage="hanging")
+                self._failed(worker, death)
+        self._start_due()
+
+    def _listen(self, seconds: float | None) -> bool:
+        """Hears what is said within this time; whether there was anything."""
         try:
             replies = self._pool.ready(seconds)
         except WorkerDied as error:
             self._failed(error.worker, error)
-            return
+            return True
         failures = []
         with Held():
             for reply in replies:
@@ -160,6 +174,7 @@ class LastingPool:
             self._pool.done()
         if failures:
             raise failures[0]
+        return bool(replies)
 
     def _sorted_in(self, reply: Reply) -> list[Reply]:
         """What others are to hear of it."""
@@ -172,7 +187,7 @@ class LastingPool:
             return []
         del self._sent[reply.id]
         if isinstance(sent.command, Build):
-            revival.check(reply.value)
+            revival.check(reply.worker, reply.value)
             return []
         return [replace(reply, value=self._as_of_all(reply.worker, reply.value))]
 
@@ -185,7 +200,8 @@ class LastingPool:
             report = value.report.after(self._past[worker])
             return replace(value, report=report, number=value.number + self._rollouts[worker])
         if isinstance(value, Saved):
-            return replace(value, rollouts=value.rollouts + self._rollouts[worker])
+            state = _with_past(value.state, self._past[worker])
+            return replace(value, state=state, rollouts=value.rollouts + self._rollouts[worker])
         if isinstance(value, Report):  # it has loaded a state
             self._own[worker], self._past[worker] = value, Report()
         return value
@@ -200,15 +216,18 @@ class LastingPool:
         """
         revival = self._revival
         assert revival is not None
-        if isinstance(cause, OptionError | SpaceError):
-            raise cause
-        _, under_way, kept = self._under_way(worker)
-        new = 0 if under_way is None else max(0, kept - under_way.start)
-        if new:
-            revival.note_progress(worker)
-        wait = revival.wait_after(worker, cause)
         with Held():
+            self._pool.retire(worker)  # what stands is known when nobody writes any more
             own = self._own[worker]
+            _, under_way, kept = self._under_way(worker)
+            new = 0 if under_way is None else max(0, kept - under_way.start)
+            if new:
+                revival.note_progress(worker)
+            self.is_spent = True  # unless there is another attempt
+            if isinstance(cause, OptionError | SpaceError):
+                raise cause
+            wait = revival.wait_after(worker, cause)
+            self.is_spent = False
             self.dropped[worker] += own.surplus + self._lost(worker, cause, own.steps + new)
             made = replace(own, steps=own.steps + new, surplus=0, warmup=owed(own.warmup, new))
             self._past[worker] = replace(made.after(self._past[worker]), warmup=made.warmup)
@@ -217,7 +236,7 @@ class LastingPool:
             self._own_rollouts[worker] = 0
             self.restarts[worker] += 1
             self._due[worker] = time.monotonic() + wait
-            self._pool.retire(worker)
+        warn(revival.warning(worker))
 
     def _under_way(self, worker: int) -> tuple[int, Collect | None, int]:
         """The number of the rollout that a worker makes, what was asked, and how many steps of it stand."""
@@ -246,11 +265,15 @@ class LastingPool:
         """Another in its place, which is asked all that it had not answered."""
         revival = self._revival
         assert revival is not None
-        self._pool.restart(worker)
+        try:
+            self._pool.restart(worker)
+        except (WorkerDied, OSError) as error:  # it ended at once, or there is no room for another process
+            self._failed(worker, error)
+            return
         del self._due[worker]
-        number, under_way, kept = self._under_way(worker)
-        if under_way is not None and kept > under_way.start:
-            self._sent[number] = replace(self._sent[number], command=replace(under_way, start=kept))
+        first, under_way, kept = self._under_way(worker)
+        if under_way is not None and kept > under_way.start:  # it is finished before all that came after it
+            self._sent[first] = replace(self._sent[first], command=replace(under_way, start=kept), in_turn=False)
         for build in [each for each, sent in self._sent.items() if isinstance(sent.command, Build)]:
             if self._sent[build].worker == worker:  # an attempt that failed
                 del self._sent[build]
@@ -258,7 +281,7 @@ class LastingPool:
         self._ask(worker, revival.build(worker, self._own[worker].warmup))
         for command, descriptors in revival.afterwards(worker):
             self._send(self.new_number(), worker, command, descriptors=descriptors)
-        for number in waiting:
+        for number in sorted(waiting, key=lambda each: (not kept or each != first, each)):
             sent = self._sent[number] = replace(self._sent[number], at=time.monotonic())
             self._send(number, worker, sent.command, in_turn=sent.in_turn)
 
@@ -273,23 +296,19 @@ class LastingPool:
         """When each that was asked something counts as failed, if it is not heard of before."""
         revival, times = self._revival, dict[int, float]()
         assert revival is not None
-        for sent in self._sent.values():
-            is_build = isinstance(sent.command, Build)
-            limit = revival.start_timeout if is_build else revival.worker_timeout
-            if limit is None or sent.worker in self._due:
+        building = {sent.worker: sent.at for sent in self._sent.values() if isinstance(sent.command, Build)}
+        for worker, at in building.items():
+            if revival.start_timeout is not None and worker not in self._due:
+                times[worker] = at + revival.start_timeout
+        for sent in self._sent.values():  # the first that waits is the oldest
+            if revival.worker_timeout is None or sent.worker in {*self._due, *building, *times}:
                 continue
-            since = sent.at if is_build else max(sent.at, self._pool.last_sign(sent.worker))
-            times[sent.worker] = max(times.get(sent.worker, 0.0), since + limit)
+            times[sent.worker] = max(sent.at, self._pool.last_sign(sent.worker)) + revival.worker_timeout
         return times
 
-    def _end_hung(self) -> None:
+    def _hung(self) -> list[int]:
         now = time.monotonic()
-        for worker, at in self._hangs_at().items():
-            if at <= now and not any(reply.worker == worker for reply in self._heard):
-                text = f"{self._pool.told(worker)} gave no sign of life for too long (worker_timeout, start_timeout)"
-                self._failed(
-                    worker, WorkerDied(f"{text}; it was ended.", worker=worker, exitcode=None, stage="hanging")
-                )
+        return [worker for worker, at in self._hangs_at().items() if at <= now]
 
     def _patience(self, deadline: float | None) -> float | None:
         """Seconds until something has to be looked at."""
@@ -306,3 +325,17 @@ class LastingPool:
         """See `WorkerPool`."""
         self._revival = None
         self._pool.shutdown(*([] if timeout is None else [timeout]))
+
+
+def _with_past(state: Mapping[str, Any], past: Report) -> Mapping[str, Any]:
+    """A worker's state, with what those had counted that it came after."""
+    if not past.steps:
+        return state
+    own = state["episodes"]
+    episodes = {
+        **own,
+        "finished": own["finished"] + past.episodes,
+        "returns": [*past.returns, *own["returns"]][-RECENT:],
+        "lengths": [*past.lengths, *own["lengths"]][-RECENT:],
+    }
+    return {**state, "episodes": episodes, "steps": state["steps"] + past.steps}

@@ -74,6 +74,8 @@ class Build(Command):
         generation: how many workers of this number there were before.
         prefix: of the ids of its episodes; None: its number.
         warmup: random frames that each of its lanes still owes; None: its share of them all.
+        weights: that were loaded into a worker's policy from a state; None: none were.
+        version: of the weights that it begins with.
     """
 
     create_env_fn: Any
@@ -94,6 +96,8 @@ class Build(Command):
     generation: int = 0
     prefix: int | None = None
     warmup: tuple[int, ...] | None = None
+    weights: Mapping[str, Any] | None = None
+    version: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,17 @@ __all__ = ["packed_builds", "start_pool"]
 CALLED_THERE = ("policy_factory", "pre_collect_hook", "post_collect_hook")
 
 
-def start_pool(workers: int, method: str, sub_threads: int) -> ProcessPool:
-    """Processes for so many workers, all started at once."""
+def start_pool(workers: int, method: str, sub_threads: int, **options: Any) -> ProcessPool:
+    """Processes for so many workers, all started at once.
+
+    Args:
+        workers: how many.
+        method: how they are started.
+        sub_threads: that torch computes with in each.
+        **options: of `ProcessPool`.
+    """
     make = _Maker(sub_threads)
-    return ProcessPool(workers, make, method=method, stages=STAGES, name="rlcollect", preload=__name__)
+    return ProcessPool(workers, make, method=method, stages=STAGES, name="rlcollect", preload=__name__, **options)
 
 
 def packed_builds(builds: Sequence[Build]) -> list[Build]:

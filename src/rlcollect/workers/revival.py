@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from rlcollect.failures import warn
+from rlcollect.errors import WorkerRestarted
 from rlcollect.processes.restarts import Restarts
-from rlcollect.workers.messages import Build, Command, Facts, Seed
+from rlcollect.workers.messages import Build, Command, Facts, Load, Seed
 
 __all__ = ["Attachment", "Revival", "owed"]
 
@@ -41,7 +42,7 @@ class Revival:
         worker_timeout: float | None,
         start_timeout: float | None,
         attachments: Callable[[int], Sequence[Attachment]],
-        check: Callable[[Facts], None],
+        check: Callable[[int, Facts], None],
     ) -> None:
         self.worker_timeout = worker_timeout
         self.start_timeout = start_timeout
@@ -51,11 +52,14 @@ class Revival:
         self._builds = list(builds)
         self._restarts = Restarts(len(builds), limit)
         self._seeds: dict[int, Seed] = {}
+        self._loaded: dict[int, Mapping[str, Any]] = {}
 
-    def note_seed(self, worker: int, command: Command | None) -> None:
-        """This was sent: if it is a seed, those that come after get a child of it."""
+    def note(self, worker: int, command: Command | None) -> None:
+        """This was sent: a child of a seed, and weights of a state, are for those that come after too."""
         if isinstance(command, Seed):
             self._seeds[worker] = command
+        elif isinstance(command, Load):
+            self._loaded[worker] = command.state
 
     def note_progress(self, worker: int) -> None:
         """It has made something: the next failure is the first in a row."""
@@ -71,8 +75,12 @@ class Revival:
         restarts.note(worker, cause)
         if restarts.is_over(worker):
             raise restarts.last(worker)
-        warn(restarts.counted(worker))
+        restarts.count(worker)
         return max(0.0, restarts.pause(worker))
+
+    def warning(self, worker: int) -> WorkerRestarted:
+        """What is said of the newest failure."""
+        return self._restarts.warning(worker)
 
     def build(self, worker: int, warmup: Sequence[int]) -> Build:
         """What it is made from.
@@ -82,8 +90,14 @@ class Revival:
             warmup: random frames that each of its lanes still owes.
         """
         prefix, self.prefixes = self.prefixes, self.prefixes + 1
+        loaded = self._loaded.get(worker, {})
         return replace(
-            self._builds[worker], generation=self._restarts.counts[worker], prefix=prefix, warmup=tuple(warmup)
+            self._builds[worker],
+            generation=self._restarts.counts[worker],
+            prefix=prefix,
+            warmup=tuple(warmup),
+            weights=loaded.get("weights"),
+            version=loaded.get("policy_version", 0),
         )
 
     def afterwards(self, worker: int) -> list[tuple[Command, Sequence[int]]]:

@@ -128,10 +128,13 @@ class Worker:
             self.driver.close()
             raise
         self.engine.beat = beat or self.engine.beat
+        if build.weights is not None:
+            self.acting.load(build.weights, strict=False)
+        self.engine.policy_version = build.version
         if build.warmup is not None:
             self.engine.warmup_left = np.array(build.warmup, np.int64)
         self._stops = stops
-        if stops is not None and (build.can_stop or (build.keeps and self.engine.may_deliver_short)):
+        if stops is not None and (build.can_stop or build.keeps):  # a question after each step is a sign of life
             self.engine.interruptor = stops
         self._keeping = keeping if build.keeps else None
         self.facts = self._facts()
@@ -198,6 +201,8 @@ class Worker:
         self._copies_to_slots = not self.engine.deliver_to(self._slots)
         if self._keeping is not None and not self._copies_to_slots:
             self.engine.parts = self._keeping
+            if not (self._build.can_stop or self.engine.may_deliver_short):  # each part is a sign of life
+                self.engine.interruptor = None
 
     # --- commands ---
 

@@ -413,7 +413,8 @@ class Crew:
     def _replace(self, worker: int) -> Warning:
         try:
             self._pool.restart(worker)
-            warning = self.restarts.counted(worker)
+            self.restarts.count(worker)
+            warning = self.restarts.warning(worker)
             del self._failed[worker]
             self._begin_anew(worker, self.restarts.counts[worker])
         except BaseException:  # there is nobody there now
