@@ -181,10 +181,10 @@ class TestUnstableOnes:
     def test_that_raise_in_one_step_of_a_thousand(self, kind, lanes):
         """FAULTS 62 and 64."""
         makers = [lambda: Life(rate=0.001)] * 2
-        frames = 20_000 if lanes is None else 18_000
+        frames = 20_000 if lanes is None else 6000
         watch, stats = run(kind, makers, frames, each=300, num_envs=lanes, max_restarts=None)
         restarts = sum(each.restarts for each in stats.workers)
-        assert restarts > 2
+        assert restarts > 1
         assert len(watch.lives) <= (2 + restarts) * (lanes or 1)
         assert sum(each.dropped for each in stats.workers) == 0, "but for the steps that failed nothing is lost"
 
