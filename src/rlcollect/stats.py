@@ -123,7 +123,7 @@ class Stats:
         policy_version: how many times weights were updated.
         time: None before the first step.
         dropped: frames that lanes had made ahead of others and that were never delivered: when the last batch came,
-            when a rollout was broken off, or when a state was loaded.
+            when a rollout was broken off, when a state was loaded, or when a worker failed (as far as is known).
         threads: None where there are no worker processes.
         workers: one a worker process.
         late: None where no rollout can be.

@@ -794,6 +794,7 @@ def child_writes_for_ever(path: str) -> None:
             sys.stdout.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 class TestKilled:
     def test_in_the_first_write(self, tmp_path: Path) -> None:

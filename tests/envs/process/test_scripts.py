@@ -13,7 +13,7 @@ from rlcollect import Collector
 from tests.envs.process.helpers import Random, check_same, processes, sync
 from tests.workers.fault_helpers import Belongings, Script, check_nothing_is_left
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 METHODS = ["forkserver", "spawn", "fork"]
 BODY = """
     import os, signal, sys, time
