@@ -544,3 +544,19 @@ class TestOptions:
         for options in ({"preemptive_threshold": 0.5}, {"interruptor": Interruptor()}):
             with pytest.raises(OptionError, match="collector_class"):
                 MultiSyncCollector(makers([(0,)]), frames_per_batch=10, collector_class=Collector, **options)
+
+
+def test_a_state_has_one_rollout_of_a_worker_in_each_batch():
+    """A worker that was late may have made another one; with those of all there are more than a batch has room for."""
+    slow, late = (*[0] * 4, *[300] * 4), (*[20] * 4, *[0] * 40)
+    options = {"frames_per_batch": 12, "preemptive_threshold": 0.6, "stragglers": "continue"}
+    with MultiSyncCollector(makers([slow, slow, late]), counting, timeout=0.6, **options) as collector:
+        assert collector.next()["collector", "worker"][:, 0].tolist() == [0, 1]
+        with pytest.raises(WorkerTimeout):
+            collector.next()
+        while True:
+            with contextlib.suppress(WorkerTimeout):
+                state = collector.state_dict()
+                break
+        pending = [made["batch"]["collector"]["worker"][:, 0].tolist() for made in state["pending"]]
+        assert pending == [[0, 1, 2], [2]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tensordict import TensorDictBase
 
@@ -214,10 +214,7 @@ class Quorum(_AsReady):
 
     def _ready(self) -> list[Arrival]:
         """The oldest that has arrived of each worker; short ones are granted last, and come after all others."""
-        oldest = dict[int, Arrival]()
-        for arrival in self._crew.arrived:
-            oldest.setdefault(arrival.worker, arrival)
-        arrived = [*oldest.values()]
+        arrived = _oldest(self._crew.arrived)
         full = [arrival for arrival in arrived if self._is_full(arrival.worker, arrival.command)]
         return full if full or self._crew.under_way else arrived
 
@@ -265,7 +262,15 @@ class Quorum(_AsReady):
         waiting = [each for each in self._crew.arrived if each.rollout.number <= rollouts[each.worker]]
         batches = []
         while waiting:
-            chosen = self._alike(waiting)
+            chosen = self._alike(_oldest(waiting))
             batches.append(self._batch_of(chosen))
             waiting = [each for each in waiting if each not in chosen]
         return batches
+
+
+def _oldest(arrivals: Iterable[Arrival]) -> list[Arrival]:
+    """The first of each worker."""
+    oldest = dict[int, Arrival]()
+    for arrival in arrivals:
+        oldest.setdefault(arrival.worker, arrival)
+    return [*oldest.values()]
