@@ -14,10 +14,11 @@ from types import CodeType, TracebackType
 
 from rlcollect.errors import EnvError, PolicyError, RlcollectError, WorkerError
 
-__all__ = ["MISREAD", "is_interrupt", "relayed", "text_of", "warn"]
+__all__ = ["MISREAD", "OnceEach", "is_interrupt", "relayed", "text_of", "warn"]
 
 MISREAD = (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt)
 MISFITS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+WARNINGS = 1000  # that are passed on at most
 OURS = ("rlcollect.envs.", "rlcollect.rollout.")
 
 
@@ -80,6 +81,19 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rlcollect."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level + 1)
+
+
+class OnceEach:
+    """Gives each warning once, and so many at most: what workers warn of comes again and again."""
+
+    def __init__(self) -> None:
+        self._given: set[tuple[type[Warning], str]] = set()
+
+    def warn(self, text: str, category: type[Warning] = UserWarning) -> None:
+        """See `warn`."""
+        if (category, text) not in self._given and len(self._given) < WARNINGS:
+            self._given.add((category, text))
+            warn(text, category)
 
 
 def _caused(error: BaseException, cause: BaseException) -> BaseException:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlcollect.collectors.tally import Tally
 from rlcollect.errors import ClosedError, WorkerDied, WorkerTimeout
-from rlcollect.failures import warn
+from rlcollect.failures import OnceEach
 from rlcollect.interfaces import WorkerPool
 from rlcollect.processes.channel import Held
 from rlcollect.processes.messages import Reply
@@ -23,7 +23,6 @@ from rlcollect.workers.messages import Close, Collect, Collected, Command, Repor
 
 __all__ = ["Arrival", "Crew"]
 
-WARNINGS = 1000  # that are passed on at most
 ASKED_EACH = 0.01  # seconds between two questions to an interruptor of the user's own making
 USUAL = -1.0  # the collector's own time limit
 LATE_HINT = "Nothing is lost: call again to go on waiting, allow more (timeout=), or shut the collector down."
@@ -72,7 +71,7 @@ class Crew:
         self._awaited: dict[int, int] = {}
         self._answers: dict[int, Any] = {}
         self._unheard: dict[int, bool] = {}  # whose failures are not raised, and whether they are told
-        self._warned: set[tuple[type[Warning], str]] = set()
+        self._warnings = OnceEach()
 
     # --- rollouts ---
 
@@ -225,7 +224,9 @@ class Crew:
             self._unheard.pop(reply.id, None)
         if reply.failure is not None and reply.id in self._unheard:
             if self._unheard.pop(reply.id):
-                self._warn(f"worker {reply.worker}, at a command that nobody waits for any more: {reply.failure.text}")
+                self._warnings.warn(
+                    f"worker {reply.worker}, at a command that nobody waits for any more: {reply.failure.text}"
+                )
             return None
         if reply.failure is not None:
             self._awaited.pop(reply.id, None)
@@ -242,12 +243,7 @@ class Crew:
     def _pass_on(self, reply: Reply) -> None:
         """Warnings, once each."""
         for notice in reply.notices:
-            self._warn(f"worker {reply.worker}: {notice.text}", notice.category)
-
-    def _warn(self, text: str, category: type[Warning] = UserWarning) -> None:
-        if (category, text) not in self._warned and len(self._warned) < WARNINGS:
-            self._warned.add((category, text))
-            warn(text, category)
+            self._warnings.warn(f"worker {reply.worker}: {notice.text}", notice.category)
 
     def _late(self, timeout: float | None, workers: Sequence[int], hint: str) -> WorkerTimeout:
         late = tuple(dict.fromkeys(workers))

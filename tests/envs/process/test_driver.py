@@ -253,3 +253,23 @@ def test_observations_of_several_parts():
             batch = collector.next()
             check_batch(batch)
             assert np.isfinite(batch["next", "reward"].numpy()).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_mask_that_comes_in_the_info_stands_beside_the_last_observation(groups):
+    class Masked(Counter):
+        def __init__(self):
+            super().__init__(4)
+            self.action_space = spaces.Discrete(3)
+
+        def _inform(self):
+            return {**super()._inform(), "action_mask": np.array([1, self.t % 2, 1], np.int8)}
+
+    with Collector(
+        Masked, frames_per_batch=64, num_envs=4, env_workers=2, env_groups=groups,
+        info_keys={"action_mask": spaces.MultiBinary(3)},
+    ) as collector:  # fmt: skip
+        batch = collector.next()
+        check_batch(batch)
+        after = batch["next", "observation"].flatten()
+        assert (batch["next", "action_mask"].reshape(-1, 3)[:, 1] == after % 2).all()

@@ -15,7 +15,7 @@ from typing import Any
 from rlcollect.envs.process.memory import Memory, Plan
 from rlcollect.envs.process.messages import Attach, Attend, Build, Command, Facts, Fetch, Give, Reset, Started
 from rlcollect.errors import OptionError, SpaceError, WorkerDied, WorkerTimeout
-from rlcollect.failures import warn
+from rlcollect.failures import OnceEach, warn
 from rlcollect.processes.arena import Arena
 from rlcollect.processes.channel import Held
 from rlcollect.processes.lockstep import Leader, turns
@@ -29,7 +29,6 @@ __all__ = ["Crew", "Limits", "raised"]
 LAST = 2**62  # a number that no command gets
 FLUSH = 0.005  # seconds between two looks while a worker takes something long
 USUAL = -1.0  # the time limit of all waits
-WARNINGS = 1000  # that are passed on at most
 LATE_HINT = "Nothing is lost: wait again (step_wait, recv) or reset, allow more (timeout=), or close it."
 BROKEN_HINT = "It counts as broken down (worker_timeout=)."
 START_HINT = "Allow more time (start_timeout=), or look at what it does there."
@@ -88,7 +87,7 @@ class Crew:
         self._attending: list[int | None] = [None] * len(builds)
         self._asked_at = [0.0] * len(builds)
         self._fetched: dict[int, tuple[int, bytes]] = {}
-        self._warned: set[tuple[type[Warning], str]] = set()
+        self._warnings = OnceEach()
         self._leader: Leader | None = None
         self._arena: Arena | None = None
         self._memory: Memory | None = None
@@ -336,7 +335,7 @@ class Crew:
             self._pool.done()
         for reply in replies:
             for notice in reply.notices:
-                self._pass_on(f"worker {reply.worker}: {notice.text}", notice.category)
+                self._warnings.warn(f"worker {reply.worker}: {notice.text}", notice.category)
         return bool(replies)
 
     def _take(self, reply: Reply) -> None:
@@ -356,12 +355,6 @@ class Crew:
 
     def _is_end(self, worker: int, error: BaseException) -> bool:
         return worker in self._replacing or not isinstance(error, OptionError | SpaceError)
-
-    def _pass_on(self, text: str, category: type[Warning]) -> None:
-        """A warning, once."""
-        if (category, text) not in self._warned and len(self._warned) < WARNINGS:
-            self._warned.add((category, text))
-            warn(text, category)
 
     # --- failures ---
 

@@ -18,8 +18,9 @@ from rlcollect.envs.opening import Opening
 from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.envs.vector.batched import check_num_envs, checked_reset, in_lane_order
 from rlcollect.envs.vector.dense import SameStep
+from rlcollect.envs.vector.modes import finals_of
 from rlcollect.envs.vector.rows import ScratchRows
-from rlcollect.errors import EnvError, OptionError
+from rlcollect.errors import OptionError
 from rlcollect.interfaces import RolloutMemory
 from rlcollect.options import Where
 
@@ -150,20 +151,14 @@ class Groups(ScratchRows):
 
     def _end(self, t: int, rows: Sequence[int], info: Mapping[str, Any]) -> None:
         """What these rows had come to goes below "next"; they show what their next episode begins with."""
-        finals = info.get("final_obs")
+        finals = finals_of(info)
+        after = self.codec.rows({leaf.key: self._arrays["next", *leaf.key] for leaf in self.leaves})
         for row in rows:
-            lane = int(self.row_lanes[t + 1, row])
-            if finals is None or finals[row] is None:
-                self.failed_lane = lane
-                raise EnvError('An episode ended, and the info has no "final_obs" of it.')
-            self.codec.check(finals[row])
-            for leaf, path in zip(self.codec.leaves, self.codec.paths, strict=True):
-                value = finals[row]
-                for part in path:
-                    value = value[part]
-                self._arrays["next", *leaf.key][row, t] = value
+            lane = self.failed_lane = int(self.row_lanes[t + 1, row])
+            after[row, t] = self.final_of(finals, row, info)
             self.ends.append((t, lane))
             self.starts.append((t, row))
+        self.failed_lane = None
         if self.infos.leaves:
             self.infos.episodes_ended(len(rows))
 

@@ -155,6 +155,37 @@ class Batched(Driver):
             found[leaf.key] = np.asarray(value)
         return found
 
+    def final_of(self, finals: Any, lane: int, info: Mapping[str, Any]) -> Any:
+        """What a lane had come to, with its mask if that comes in the info; it fits the space.
+
+        Args:
+            finals: what the info has of all lanes.
+            lane: which.
+            info: of the step that ended the episode, and reset the lane.
+
+        Raises:
+            EnvError: it is not there, or does not fit.
+        """
+        if finals is None:
+            raise EnvError(
+                f'An episode ended, and the info has no "final_obs": in mode SAME_STEP nothing else tells what it had '
+                f"come to (it has {', '.join(map(repr, info)) or 'nothing'}). Use another autoreset mode, or a wrapper "
+                "that keeps it."
+            )
+        final = _lane_of(finals, lane)
+        if final is None:
+            raise EnvError('An episode ended, and its lane in the info\'s "final_obs" is empty.')
+        if self.paired:
+            last = info.get("final_info")
+            if not isinstance(last, Mapping) or "action_mask" not in last:
+                raise EnvError('info_keys names "action_mask", and the "final_info" has none.')
+            there = present(last, MASK)
+            if there is not None and not there[lane]:
+                raise EnvError('info_keys names "action_mask", and the "final_info" has none of this lane.')
+            final = final, last["action_mask"][lane]
+        self.codec.check(final)
+        return final
+
     # --- resets ---
 
     def reset_all(self, seeds: Sequence[int] | None, kwargs: Mapping[str, Any] | None) -> None:
@@ -283,6 +314,15 @@ class Batched(Driver):
                 base._np_random = _generator(state["generator"])
             if "env" in state:
                 base.load_state_dict(state["env"])
+
+
+def _lane_of(values: Any, lane: int) -> Any:
+    """One lane of what comes by key and then by lane, or as an array of objects."""
+    if isinstance(values, Mapping):
+        return {key: _lane_of(value, lane) for key, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple([_lane_of(value, lane) for value in values])
+    return values[lane]
 
 
 def in_lane_order(lanes: Sequence[int], seeds: Sequence[int] | None) -> list[int] | None:

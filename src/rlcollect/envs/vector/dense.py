@@ -17,8 +17,7 @@ from rlcollect.envs.driver import fill_next
 from rlcollect.envs.opening import Opening
 from rlcollect.envs.spaces import Rows, rows_in_time
 from rlcollect.envs.vector.batched import Batched, in_lane_order
-from rlcollect.envs.vector.infos import present
-from rlcollect.envs.vector.modes import FINAL_NAMES, base_of, keeps_masks, refuse_finals
+from rlcollect.envs.vector.modes import base_of, finals_of, keeps_masks, refuse_finals
 from rlcollect.errors import EnvError, OptionError
 from rlcollect.failures import warn
 from rlcollect.interfaces import RolloutMemory
@@ -236,46 +235,16 @@ class SameStep(VectorDriver):
             self.infos.record_ends(t, info, ended)
 
     def _end(self, t: int, ended: Array, info: Mapping[str, Any]) -> None:
-        finals = next((info[name] for name in FINAL_NAMES if name in info), None)
+        finals = finals_of(info)
         lanes = np.flatnonzero(ended).tolist()
-        row = self._after(t)
+        row, after = self._after(t), self.codec.rows(self._next)
         for lane in lanes:
             self.failed_lane = lane
-            final = self._final_of(finals, lane, info)
-            self.codec.check(final)
-            for leaf, path in zip(self.codec.leaves, self.codec.paths, strict=True):
-                value = final
-                for part in path:
-                    value = value[part]
-                self._next[leaf.key][lane, t] = value
+            final = self.final_of(finals, lane, info)
+            after[lane, t] = final
             self._check_kept(t, lane, final, row)
         self.failed_lane = None
         self._note(t, ended)
-
-    def _final_of(self, finals: Any, lane: int, info: Mapping[str, Any]) -> Any:
-        """What a lane had come to.
-
-        Raises:
-            EnvError: it is not there.
-        """
-        if finals is None:
-            raise EnvError(
-                f'An episode ended, and the info has no "final_obs": in mode SAME_STEP nothing else tells what it had '
-                f"come to (it has {', '.join(map(repr, info)) or 'nothing'}). Use another autoreset mode, or a wrapper "
-                "that keeps it."
-            )
-        final = _lane_of(finals, lane)
-        if final is None:
-            raise EnvError('An episode ended, and its lane in the info\'s "final_obs" is empty.')
-        if self.paired:
-            last = info.get("final_info")
-            if not isinstance(last, Mapping) or "action_mask" not in last:
-                raise EnvError('info_keys names "action_mask", and the "final_info" has none.')
-            there = present(last, MASK)
-            if there is not None and not there[lane]:
-                raise EnvError('info_keys names "action_mask", and the "final_info" has none of this lane.')
-            return final, last["action_mask"][lane]
-        return final
 
     def _check_kept(self, t: int, lane: int, final: Any, row: Mapping[Key, Array]) -> None:
         """Whether an environment has overwritten its last observation by resetting (gymnasium gives the same array).
@@ -297,15 +266,6 @@ class SameStep(VectorDriver):
                 "next began with. An environment that uses one array for all its observations looks like this: its "
                 "last ones are lost. Let it return copies, or use the mode NEXT_STEP or DISABLED."
             )
-
-
-def _lane_of(values: Any, lane: int) -> Any:
-    """One lane of what comes by key and then by lane, or as an array of objects."""
-    if isinstance(values, Mapping):
-        return {key: _lane_of(value, lane) for key, value in values.items()}
-    if isinstance(values, tuple):
-        return tuple([_lane_of(value, lane) for value in values])
-    return values[lane]
 
 
 def _share(one: Any, other: Any) -> bool:

@@ -13,7 +13,7 @@ from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.errors import EnvError
 from rlcollect.failures import warn
 
-__all__ = ["FINAL_NAMES", "base_of", "keeps_masks", "mode_of", "refuse_finals", "resets_twice"]
+__all__ = ["FINAL_NAMES", "base_of", "finals_of", "keeps_masks", "mode_of", "refuse_finals", "resets_twice"]
 
 # Wrappers that hand reset options on, and keep nothing of their own of lanes that are not reset. (In gymnasium 1.4
 # RecordEpisodeStatistics and NormalizeReward forget all lanes, and NormalizeObservation fails.)
@@ -58,6 +58,11 @@ def mode_of(env: Any, assumed: AutoresetMode = AutoresetMode.NEXT_STEP) -> Autor
     except ValueError as error:
         known = ", ".join(f"{mode.value!r}" for mode in AutoresetMode)
         raise EnvError(f'metadata["autoreset_mode"] is {told!r}; it should be an AutoresetMode: {known}.') from error
+
+
+def finals_of(info: Mapping[str, Any]) -> Any:
+    """What an info has of the last observations of lanes that the step has reset; None: nothing."""
+    return next((info[name] for name in FINAL_NAMES if name in info), None)
 
 
 def refuse_finals(info: Mapping[str, Any], mode: AutoresetMode) -> None:
