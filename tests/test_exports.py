@@ -31,7 +31,9 @@ def test_everything_exported_says_what_it_is() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["torchrl", "ray", "tyro", "rich", "matplotlib", "minari", "rlcollect.cli"])
-def test_importing_it_does_not_import(name: str) -> None:
-    code = f"import sys, rlcollect, rlcollect.testing, rlcollect.export; assert {name!r} not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_importing_it_does_not_import_what_is_not_needed() -> None:
+    code = "import sys, rlcollect, rlcollect.testing, rlcollect.export; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    imported = {*done.stdout.split()}
+    assert "rlcollect.export" in imported
+    assert not imported & {"torchrl", "ray", "tyro", "rich", "matplotlib", "minari", "rlcollect.cli"}

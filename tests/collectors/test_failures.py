@@ -578,10 +578,11 @@ class TestCtrlCAnywhere:
         ids=["plain", "post-processed", "with a limit"],
     )
     @pytest.mark.parametrize("length", [None, 3])
-    def test_in_a_batch(self, options, length):
-        wrong, number, places = [], 0, [None] * 3
+    @pytest.mark.parametrize("apart", [11, pytest.param(3, marks=pytest.mark.slow)])
+    def test_in_a_batch(self, options, length, apart):
+        wrong, number, places = [], 0, [None] * apart
         while len(places) >= number:
-            number += 3
+            number += apart
             with Collector(
                 [Tagged(0, length), Tagged(1, length)],
                 zero,
@@ -602,7 +603,7 @@ class TestCtrlCAnywhere:
                 if complaint:
                     wrong.append(f"{complaint}, after Ctrl-C in {places[-1]}")
         assert number > 100
-        assert not wrong, f"{len(wrong)} of {number // 3}: {wrong[0]} ... {wrong[-1]}"
+        assert not wrong, f"{len(wrong)} of {number // apart}: {wrong[0]} ... {wrong[-1]}"
 
     def leftovers(self, state):
         """What of the program's own state was not put back, if anything is."""

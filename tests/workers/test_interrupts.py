@@ -153,14 +153,14 @@ def test_a_function_that_fails_loses_no_rollout_of_others(kind):
 @both
 def test_a_late_failure_of_what_nobody_waits_for_is_told(kind):
     def fail(envs):
-        time.sleep(0.3)
+        time.sleep(0.6)
         raise RuntimeError("too late")
 
-    with kind([endless], frames_per_batch=4, timeout=0.1) as collector:
+    with kind([endless], frames_per_batch=4, timeout=0.3) as collector:
         collector.next()
         with pytest.raises(WorkerTimeout):
             collector.map_fn(fail)
-        time.sleep(0.5)
+        time.sleep(0.8)
         with pytest.warns(UserWarning, match="nobody waits for any more.*too late"):  # noqa: PT031 - whichever of them
             for _ in range(3):
                 collector.next()

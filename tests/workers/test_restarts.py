@@ -145,12 +145,14 @@ class Watch:
 
 
 @contextlib.contextmanager
-def killing(seconds=0.8):
-    """Kills one of the workers now and then."""
+def killing(seconds=0.8, times=6):
+    """Kills one of the workers now and then; so often at most, lest on a busy machine none ever gets on."""
     stop = threading.Event()
 
     def kill():
-        while not stop.wait(random.uniform(0.3, 1.0) * seconds):
+        for _ in range(times):
+            if stop.wait(random.uniform(0.3, 1.0) * seconds):
+                return
             with contextlib.suppress(StopIteration, ProcessLookupError, ValueError):
                 process = worker_process(random.randrange(2))
                 os.kill(process.pid, signal.SIGKILL)
@@ -177,11 +179,18 @@ def run(kind, makers, frames, *, each=100, meanwhile=contextlib.nullcontext, **o
 
 class TestUnstableOnes:
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("lanes", [None, 3])
-    def test_that_raise_in_one_step_of_a_thousand(self, kind, lanes):
+    @pytest.mark.parametrize(
+        ("lanes", "steps", "frames"),
+        [
+            (None, 500, 5000),
+            (3, 300, 3000),
+            pytest.param(None, 1000, 20_000, marks=pytest.mark.slow),
+            pytest.param(3, 1000, 6000, marks=pytest.mark.slow),
+        ],
+    )
+    def test_that_raise_in_one_step_of_many(self, kind, lanes, steps, frames):
         """FAULTS 62 and 64."""
-        makers = [lambda: Life(rate=0.001)] * 2
-        frames = 20_000 if lanes is None else 6000
+        makers = [lambda: Life(rate=1 / steps)] * 2
         watch, stats = run(kind, makers, frames, each=300, num_envs=lanes, max_restarts=None)
         restarts = sum(each.restarts for each in stats.workers)
         assert restarts > 1
@@ -211,22 +220,22 @@ class TestUnstableOnes:
     @pytest.mark.parametrize("kind", KINDS)
     def test_that_raise_in_one_step_of_a_hundred(self, kind):
         makers = [lambda: Life(rate=0.01)] * 2
-        _, stats = run(kind, makers, 100_000, each=1000, max_restarts=None, meanwhile=lambda: killing(2.0))
+        _, stats = run(kind, makers, 100_000, each=1000, max_restarts=None, meanwhile=lambda: killing(2.0, 10_000))
         assert sum(each.restarts for each in stats.workers) > 500
 
     @pytest.mark.parametrize("options", [{}, {"stragglers": "continue"}, {"cat_results": -1}], ids=str)
     def test_with_workers_that_are_late(self, options):
-        makers = [lambda: Life(rate=0.002), lambda: Life(rate=0.002, wait=0.002)]
+        makers = [lambda: Life(rate=0.004), lambda: Life(rate=0.004, wait=0.002)]
         frames = 0
         with MultiSyncCollector(
-            makers, frames_per_batch=100, total_frames=4000, max_restarts=None, preemptive_threshold=0.5,
+            makers, frames_per_batch=100, total_frames=1600, max_restarts=None, preemptive_threshold=0.5,
             **RESTART, **options,
         ) as collector:  # fmt: skip
             watch = Watch(None)
             for batch in collector:
                 watch.add(batch) if "cat_results" not in options else None
                 frames += int(batch.get(("collector", "mask"), torch.ones(batch.shape)).sum())
-            assert collector.collected_frames == frames == 4000
+            assert collector.collected_frames == frames == 1600
         watch.check()
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -237,13 +246,13 @@ class TestUnstableOnes:
             class Plain(SyncVectorEnv):  # no class that is known to take a reset mask
                 pass
 
-            return Plain([lambda: Life(rate=0.002)] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
+            return Plain([lambda: Life(rate=0.005)] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
 
         watch = Watch(None)
-        with kind([vector] * 2, frames_per_batch=60, total_frames=3000, max_restarts=None, **RESTART) as collector:
+        with kind([vector] * 2, frames_per_batch=60, total_frames=1500, max_restarts=None, **RESTART) as collector:
             for batch in collector:
                 watch.add(batch)
-            assert collector.collected_frames == watch.frames == 3000
+            assert collector.collected_frames == watch.frames == 1500
             assert sum(each.restarts for each in collector.stats().workers) > 0
         watch.check()
 
@@ -621,10 +630,9 @@ class TestWhatAReviewFound:
         options = {"frames_per_batch": 100, "total_frames": 600, "init_random_frames": 300, **RESTART}
         with MultiAsyncCollector(makers, policy, **options) as collector:
             made = count([collector.next()])
-            while not (tmp_path / "it").exists() or worker_process(0).is_alive():
+            living = [each for each in multiprocessing.active_children() if each.name == "rlcollect-0"]
+            while not (tmp_path / "it").exists() or any(each.is_alive() for each in living):
                 time.sleep(0.01)  # it has died in its second rollout
-                if not [each for each in multiprocessing.active_children() if each.name == "rlcollect-0"]:
-                    break
             state = collector.state_dict()
         with MultiAsyncCollector(makers, policy, **options) as collector:
             collector.load_state_dict(state)

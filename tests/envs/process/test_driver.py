@@ -165,19 +165,20 @@ class TestGroups:
 class TestRestarts:
     @pytest.mark.filterwarnings("ignore::rlcollect.WorkerRestarted")
     @pytest.mark.parametrize("groups", [1, 2])
-    def test_one_step_of_a_thousand_fails(self, groups):
+    @pytest.mark.parametrize(("steps", "frames"), [(400, 6000), pytest.param(1000, 20_000, marks=pytest.mark.slow)])
+    def test_one_step_of_many_fails(self, groups, steps, frames):
         """FAULTS 62 and 64."""
 
         def make():
             return ProcessVectorEnv(
-                lambda: Life(rate=0.001), 8, 2, num_groups=groups, on_worker_failure="restart", max_restarts=None
+                lambda: Life(rate=1 / steps), 8, 2, num_groups=groups, on_worker_failure="restart", max_restarts=None
             )
 
         watch = Watch(None)
-        with Collector(make, frames_per_batch=400, total_frames=20_000) as collector:
+        with Collector(make, frames_per_batch=400, total_frames=frames) as collector:
             for batch in collector:
                 watch.add(batch)
-            assert collector.collected_frames == watch.frames == 20_000
+            assert collector.collected_frames == watch.frames == frames
             (restarts,) = collector.map_fn(lambda envs: sum(envs[0].restarts))
         assert restarts > 3
         assert len(watch.lives) > 8
