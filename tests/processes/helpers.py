@@ -16,6 +16,15 @@ from typing import Any
 STAGES = ("starting", "holding", "resting")
 
 
+class News(tuple):
+    """A command of which the newest is enough."""
+
+    is_news = True
+
+    def __reduce__(self):
+        return News, (tuple(self),)
+
+
 class Obedient:
     """A handler whose commands are the name of a method and its arguments."""
 
@@ -41,6 +50,9 @@ class Obedient:
             time.sleep(600)
 
     # --- commands ---
+
+    def do_size(self, descriptors, value):
+        return len(value)
 
     def do_echo(self, descriptors, value):
         return value

@@ -91,6 +91,146 @@ class TestMessages:
         assert not there.has_message()
 
 
+def large(number):
+    return bytes([number]) * 4_000_000
+
+
+def fill(outbox):
+    """More than a pipe takes, so that a part of it waits, and all that comes after it."""
+    message = large(0)
+    outbox.send(message)
+    assert outbox.is_behind
+    return message
+
+
+def all_of(outbox, channel):
+    """What comes, as far as it was sent."""
+    came = []
+
+    def receive():
+        came.extend(iter(channel.receive, "the end"))
+
+    outbox.send("the end")
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    while outbox.is_behind and receiver.is_alive():
+        outbox.flush()
+    receiver.join()
+    assert not outbox.is_behind
+    return came
+
+
+@pytest.mark.timeout(60)
+class TestNews:
+    """The newest of them is enough, where none was begun with."""
+
+    def test_is_a_message_as_any_other(self, ends):
+        here, there = ends
+        for number in range(3):
+            here.send_news(number)
+            assert there.receive() == number
+        assert not there.has_message()
+
+    def test_that_the_pipe_has_taken_is_not_replaced(self, ends):
+        here, there = ends
+        for number in range(3):
+            here.send_news(number)
+        assert [there.receive() for _ in range(3)] == [0, 1, 2]
+
+    def test_that_waits_whole_is_replaced_by_the_next(self, ends):
+        here, there = ends
+        before = fill(here)
+        for number in range(5):
+            here.send_news(number)
+        first, *others = all_of(here, there)
+        assert first == before
+        assert others == [4]
+
+    def test_that_is_sent_in_part_is_not_replaced(self, ends):
+        here, there = ends
+        for number in range(4):
+            here.send_news(large(number))
+        assert here.is_behind
+        came = all_of(here, there)
+        assert came == [large(0), large(3)]
+
+    def test_that_waits_behind_one_that_is_sent_in_part_is_replaced(self, ends):
+        """Until it is begun with; the next after that is behind it."""
+        here, there = ends
+        here.send_news(large(0))
+        here.send_news(large(1))
+        assert received_meanwhile(here, there) == large(0)
+        assert here.is_behind  # the second is sent in part now
+        here.send_news(large(2))
+        here.send_news(large(3))
+        assert all_of(here, there) == [large(1), large(3)]
+
+    def test_one_before_another_message_and_one_after_it_are_both_sent(self, ends):
+        here, there = ends
+        fill(here)
+        here.send_news("old")
+        here.send("between")
+        here.send_news("new")
+        assert all_of(here, there)[1:] == ["old", "between", "new"]
+
+    def test_after_another_message_it_is_replaced_as_before(self, ends):
+        here, there = ends
+        fill(here)
+        here.send_news(0)
+        here.send("between")
+        for number in (1, 2, 3):
+            here.send_news(number)
+        assert all_of(here, there)[1:] == [0, "between", 3]
+
+    def test_other_messages_are_never_replaced(self, ends):
+        here, there = ends
+        fill(here)
+        for number in range(3):
+            here.send(number)
+        here.send_news("news")
+        assert all_of(here, there)[1:] == [0, 1, 2, "news"]
+
+    def test_descriptors_stay_with_their_message(self, ends):
+        here, there = ends
+        fill(here)
+        here.send("with a file")
+        with Path(os.devnull).open() as file:
+            here.send_descriptors([file.fileno()])
+        here.send_news(1)
+        here.send_news(2)
+        received_meanwhile(here, there)
+        assert there.receive() == "with a file"
+        (fd,) = there.receive_descriptors(1)
+        assert os.fstat(fd).st_rdev == Path(os.devnull).stat().st_rdev
+        os.close(fd)
+        assert all_of(here, there) == [2]
+
+    def test_that_cannot_be_pickled_replaces_nothing(self, ends):
+        here, there = ends
+        fill(here)
+        here.send_news("good")
+        with pytest.raises(TypeError, match="pickle"):
+            here.send_news(threading.Lock())
+        assert all_of(here, there)[1:] == ["good"]
+
+    def test_to_nobody(self, ends):
+        here, there = ends
+        there.close()
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            here.send_news("message")
+
+
+def received_meanwhile(outbox, channel):
+    """The next message; what waits goes on until it is there."""
+    came = []
+    receiver = threading.Thread(target=lambda: came.append(channel.receive()))
+    receiver.start()
+    while receiver.is_alive():
+        outbox.flush()
+    outbox.flush()
+    return came[0]
+
+
 class TestDescriptors:
     def test_follow_their_message(self, ends):
         here, there = ends
@@ -202,3 +342,17 @@ class TestCtrlC:
             received.append(there.connection.recv_bytes())
         sender.join()
         assert received == [message.tobytes()]
+
+
+def test_news_that_were_sent_are_not_kept():
+    one, other = multiprocessing.Pipe(duplex=True)
+    here, there = Outbox(one), Channel(other)
+    here.send_news(bytes(10_000_000))
+    thread = threading.Thread(target=there.receive)
+    thread.start()
+    while thread.is_alive():
+        here.flush()
+    assert not here.is_behind
+    assert here._news is None
+    here.close()
+    there.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -199,3 +200,32 @@ class TestTheCulprit:
     def test_says_what_to_do(self):
         with pytest.raises(OptionError, match="inside the function"):
             packed(closing_over(LOCK), "create_env_fn")
+
+
+def test_what_a_spawned_programs_main_module_defines_crosses_by_value(tmp_path):
+    """It is the main module there too, and nobody else's: whoever gets it finds it nowhere."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, pickle
+            from rlcollect.processes.crossing import packed
+
+            class Own:
+                value = 3
+
+            def child(pipe):
+                pipe.send(packed(Own(), "it"))
+
+            if __name__ == "__main__":
+                here, there = multiprocessing.Pipe()
+                process = multiprocessing.get_context("spawn").Process(target=child, args=(there,))
+                process.start()
+                data = here.recv()
+                del Own
+                assert pickle.loads(data).value == 3
+                process.join()
+            """
+        )
+    )
+    subprocess.run([sys.executable, script], check=True, timeout=60)

@@ -132,7 +132,7 @@ class TestTheMainModule:
             text=True,
             timeout=110,
             check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         )
         assert done.stdout.splitlines() == ["the main module runs", *(f"{method} 6 True" for method in METHODS)], done
         assert done.stderr == ""

@@ -20,6 +20,7 @@ from rlcollect.processes.launch import default_method
 from rlcollect.processes.pool import ProcessPool
 from tests.processes.helpers import (
     STAGES,
+    News,
     descriptors,
     get_environ,
     get_pid,
@@ -186,6 +187,86 @@ class TestOrder:
                 sooner = pool.submit(0, ("echo", 0), in_turn=False)
                 later = [pool.submit(0, ("echo", value)) for value in range(3)]
             assert [reply.id for reply in replies(pool, 5)] == [first, sooner, *later]
+
+
+class TestNews:
+    """Of some commands the newest is enough: a worker that is busy has one of them when it looks again."""
+
+    def filled(self, pool):
+        """A command that is more than the pipe takes."""
+        number = pool.submit(0, ("size", b"x" * 10_000_000))
+        assert pool.is_behind(0)
+        return number
+
+    def test_is_a_command_as_any_other(self):
+        with pool_of() as pool:
+            for value in range(3):
+                assert answer(pool, News(("echo", value))) == value
+
+    def test_that_waits_is_replaced_by_the_next(self):
+        with pool_of() as pool:
+            with held(pool) as first:
+                large = self.filled(pool)
+                numbers = [pool.submit(0, News(("echo", value))) for value in range(5)]
+                last = pool.submit(0, ("echo", "last"))
+            came = replies(pool, 4)
+            assert [reply.id for reply in came] == [first, large, numbers[-1], last]
+            assert [reply.value for reply in came] == [None, 10_000_000, 4, "last"]
+            assert pool.ready(0.05) == []
+
+    def test_another_command_between_them_keeps_both(self):
+        with pool_of() as pool:
+            with held(pool):
+                self.filled(pool)
+                for value in range(3):
+                    pool.submit(0, News(("echo", value)))
+                pool.submit(0, ("echo", "between"))
+                for value in range(3, 6):
+                    pool.submit(0, News(("echo", value)))
+            came = replies(pool, 5)
+            assert [reply.value for reply in came[2:]] == [2, "between", 5]
+            assert pool.ready(0.05) == []
+
+    def test_one_worker_has_nothing_to_do_with_another(self):
+        with pool_of(2) as pool:
+            with held(pool, 0):
+                self.filled(pool)
+                for value in range(3):
+                    pool.submit(0, News(("echo", value)))
+                assert answer(pool, News(("echo", "other")), 1) == "other"
+            assert [reply.value for reply in replies(pool, 3)] == [None, 10_000_000, 2]
+
+    def test_with_descriptors_none_is_replaced(self):
+        with pool_of() as pool:
+            with held(pool):
+                self.filled(pool)
+                for value in (b"a", b"b"):
+                    read, write = os.pipe()
+                    os.write(write, value)
+                    pool.submit(0, News(("read",)), descriptors=[read])
+                    os.close(read)
+                    os.close(write)
+            assert [reply.value for reply in replies(pool, 4)[2:]] == [[b"a"], [b"b"]]
+
+    def test_what_was_replaced_is_not_withdrawn_either(self):
+        with pool_of() as pool:
+            with held(pool) as first:
+                large = self.filled(pool)
+                numbers = [pool.submit(0, News(("echo", value))) for value in range(3)]
+                last = pool.withdraw(0)
+            came = replies(pool, 4)
+            assert sorted(reply.id for reply in came) == [first, large, numbers[-1], last]
+            assert pool.ready(0.05) == []
+
+    def test_a_worker_in_the_place_of_another_is_sent_its_own(self):
+        with pool_of() as pool:
+            pool.submit(0, ("sleep",))
+            wait_until(lambda: pool.board.stage(0) == "holding")
+            self.filled(pool)
+            pool.submit(0, News(("echo", "old")))
+            pool.restart(0)
+            assert answer(pool, News(("echo", "new"))) == "new"
+            assert pool.ready(0.05) == []
 
 
 class TestWithdrawing:

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlcollect.layout import ALIGNMENT, Arrays, Key, Layout, has_numpy, is_private, nested
+from rlcollect.processes.channel import Held
 
 __all__ = ["Block", "BlockPool", "SameBatch", "SameSlot", "Slot", "SlotSource", "Source"]
 
@@ -62,8 +63,9 @@ class BlockPool:
         block = self._free.pop() if self._free else Block(self.nbytes)
         lease = np.frombuffer(block.buffer.data, np.uint8)
         if self._keep:
-            reference = weakref.ref(lease, self._returned.append)
-            self._out[id(reference)] = reference, block
+            with Held():  # or one would come back that nobody knows
+                reference = weakref.ref(lease, self._returned.append)
+                self._out[id(reference)] = reference, block
         return lease, block
 
     def _sort_returned(self) -> None:

@@ -121,27 +121,46 @@ class Channel:
 
 
 class Outbox(Channel):
-    """One end of a pipe, as the program has it: nothing it sends waits for anybody.
+    """One end of a pipe, as the program has it: nothing it sends waits for anybody. Several threads may send.
 
     What the other end does not take at once stays here, and goes on at the next `flush`.
+
+    Attributes:
+        lock: held while something is sent; hold it for what is to stand together.
     """
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         super().__init__(connection)
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._waiting: deque[memoryview | int] = deque()  # bytes, or a file descriptor of its own
+        self._news: memoryview | None = None  # a message that the next of its kind may replace
+        self.lock = threading.RLock()
+
+    def send_news(self, message: Any) -> None:
+        """Sends a message; where the last that was sent is one of these too, and waits whole, it goes in its place."""
+        news = self._framed(pickle.dumps(message))
+        with Held(), self.lock:
+            if self._waiting and self._waiting[-1] is self._news:
+                self._waiting.pop()
+            self._waiting.append(news)
+            self._news = news
+        self.flush()
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends a message that is pickled, in the form that `Connection` has."""
+        """Sends a message that is pickled."""
+        with Held(), self.lock:
+            self._waiting.append(self._framed(data))
+        self.flush()
+
+    def _framed(self, data: bytes) -> memoryview:
+        """A message in the form that `Connection` has."""
         length = len(data)
         head = struct.pack("!i", length) if length <= 0x7FFFFFFF else struct.pack("!iQ", -1, length)
-        with Held():
-            self._waiting.append(memoryview(head + data))
-        self.flush()
+        return memoryview(head + data)
 
     def send_descriptors(self, descriptors: Sequence[int]) -> None:
         """Sends file descriptors after a message."""
-        with Held():
+        with Held(), self.lock:
             self._waiting.extend(os.dup(fd) for fd in descriptors)
         self.flush()
 
@@ -156,7 +175,7 @@ class Outbox(Channel):
         Raises:
             BrokenPipeError, ConnectionResetError: nobody is there.
         """
-        with Held():
+        with Held(), self.lock:
             try:
                 while self._waiting:
                     self._send_first()
@@ -165,6 +184,8 @@ class Outbox(Channel):
 
     def _send_first(self) -> None:
         first = self._waiting[0]
+        if first is self._news:  # from here on it is sent
+            self._news = None
         if isinstance(first, int):
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [first]))
             self._socket.sendmsg([bytes([1])], [rights], socket.MSG_DONTWAIT)  # as `recv_handle` expects it

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import sys
 from collections import ChainMap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any, ClassVar
@@ -78,8 +80,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # has no types
 
 def _dumped(value: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    with _main_by_value():
+        _Pickler(file).dump(value)
     return file.getvalue()
+
+
+@contextmanager
+def _main_by_value() -> Iterator[None]:
+    """In a process that was spawned the program's main module has another name, which cloudpickle does not know."""
+    main = sys.modules.get("__mp_main__")
+    if main is None or main.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(main)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(main)
 
 
 def _can_cross(value: Any) -> bool:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, spawn
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, resource_tracker, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
 from multiprocessing.forkserver import ForkServer
@@ -53,9 +53,12 @@ class _Server:
 
     def __init__(self) -> None:
         self._server = ForkServer()
+        self._owner = os.getpid()
 
     def preload(self, module: str) -> None:
         """Has a module imported by a server that is still to be started."""
+        if os.getpid() != self._owner:  # a copy, in a process that was forked from the program: it has none yet
+            self._server, self._owner = ForkServer(), os.getpid()
         self._server.set_forkserver_preload([PRELOAD, module])
 
     def connect_to_new_process(self, fds: Any) -> Any:
@@ -126,6 +129,8 @@ def launch(
     process: BaseProcess = KINDS[method](
         target=target, args=(connection, *args, dict(os.environ)), name=name, daemon=True
     )
+    if method != "fork":
+        resource_tracker.ensure_running()  # when it starts it lets signals through again that are held off
     with Held():  # the child is deaf to Ctrl-C from its first moment: it inherits this
         process.start()
     return process

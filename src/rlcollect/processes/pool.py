@@ -5,6 +5,7 @@ Every wait wakes on a reply, on a death, or when its time is up.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -70,7 +71,7 @@ class ProcessPool:
         self._preload = preload
         self._processes: list[BaseProcess] = []
         self._channels: list[Outbox] = []
-        self._next_id = 0
+        self._numbers = itertools.count(1)
         self._is_open = True
         self._owner = os.getpid()
         self._gone: list[int] = []
@@ -139,8 +140,7 @@ class ProcessPool:
 
     def new_number(self) -> int:
         """A number for a command."""
-        self._next_id += 1
-        return self._next_id
+        return next(self._numbers)
 
     def submit(
         self,
@@ -155,7 +155,8 @@ class ProcessPool:
 
         Args:
             worker: who is to do it.
-            command: what; by value, unless it has `is_plain`.
+            command: what; by value, unless it has `is_plain`. One that has `is_news`, and that the worker has not begun
+                to take when the next comes, is not sent, and gets no reply.
             in_turn: after those that were sent before; else as soon as the one under way is done.
             descriptors: file descriptors that go with it.
             number: that it gets; None: a new one.
@@ -167,7 +168,8 @@ class ProcessPool:
         is_plain = getattr(command, "is_plain", False)
         body = pickle.dumps(command) if is_plain else packed(command, getattr(command, "title", "command"))
         number = self.new_number() if number is None else number
-        self._sent(worker, Request(number, body, in_turn, len(descriptors)), descriptors)
+        is_news = getattr(command, "is_news", False) and not descriptors
+        self._sent(worker, Request(number, body, in_turn, len(descriptors)), descriptors, is_news=is_news)
         return number
 
     def stop(self, worker: int, number: int) -> None:
@@ -289,13 +291,17 @@ class ProcessPool:
                 if not process.is_alive():
                     process.close()
 
-    def _sent(self, worker: int, message: Any, descriptors: Sequence[int]) -> None:
+    def _sent(self, worker: int, message: Any, descriptors: Sequence[int], *, is_news: bool = False) -> None:
         channel = self._channels[worker]
         if worker in self._retired:
             raise ClosedError(f"Worker {worker} was ended; start another in its place first.")
         try:
-            channel.send(message)
-            channel.send_descriptors(descriptors)
+            with Held(), channel.lock:
+                if is_news:
+                    channel.send_news(message)
+                else:
+                    channel.send(message)
+                channel.send_descriptors(descriptors)
         except (BrokenPipeError, ConnectionError) as error:
             raise self._died(worker) from error
 
@@ -308,9 +314,12 @@ class ProcessPool:
         return True
 
     def _died(self, worker: int) -> WorkerDied:
-        process = self._processes[worker]
-        process.join(KILL)
-        code, stage = process.exitcode, self.board.stage(worker)
+        process, stage = self._processes[worker], self.board.stage(worker)
+        try:
+            process.join(KILL)
+            code = process.exitcode
+        except ValueError:  # another thread has put it away by now
+            code = None
         # it may end by itself when it is told to, with the code that shells give to signals
         number = -code if code is not None and code < 0 else (code or 0) - 128
         if number in signal.valid_signals():
