@@ -15,7 +15,7 @@ from rlcollect.layout import Key
 from rlcollect.memory.slots import Slot
 from rlcollect.options import What
 from rlcollect.rollout.actors import MixedActor
-from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory
+from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory, counts_of
 
 __all__ = ["DenseEngine"]
 
@@ -33,6 +33,10 @@ class DenseEngine(Engine):
         self._seen_ends = 0
         self._ended_at_limit: list[tuple[int, int]] = []  # by the environment itself: both flags, as TimeLimit has it
         self._mixed: MixedActor | None = None
+        self._changes: list[tuple[int, int]] = []  # from which step on the policy had which version
+        self._is_of_one_version = True
+        self._random_in_all = 0  # steps of the part under way that chance makes in all lanes
+        self._random_in_some = 0  # and in any
 
     def rollout(self, steps: int, at_most: int | None = None, start: int = 0) -> TensorDictBase:
         """See `Engine`."""
@@ -40,6 +44,7 @@ class DenseEngine(Engine):
         slot: Slot = self._memory.take(steps)
         goal = steps if at_most is None else min(steps, -(-at_most // self._driver.num_lanes))
         made, self.interrupted, self._failure = start, False, None
+        self._is_of_one_version = not start and not self.warmup_left.any()
         try:
             while made < goal and not self.interrupted:
                 part = self.parts.next(goal - made)
@@ -54,12 +59,15 @@ class DenseEngine(Engine):
         if self._set_truncated:
             self._truncate_softly(slot.arrays, made)
         self.frames = made * self._driver.num_lanes
+        self.versions = self._counted_versions(slot.arrays, made)
         batch, loose = slot.batch(made), self._driver.loose_batch(made)
         return with_loose(batch, loose) if loose else batch
 
     def _make_part(self, slot: Slot, steps: int) -> int:
         """Makes some steps of a rollout, and all that follows from them."""
         self._seen_ends, self._ended_at_limit = 0, []
+        self._changes = [(0, self.policy_version)]
+        self._random_in_all, self._random_in_some = int(self.warmup_left.min()), int(self.warmup_left.max())
         self._births = self.steps - self.episodes.ages
         made = self._make(slot, steps)
         self._fill(slot.arrays, made)
@@ -67,6 +75,15 @@ class DenseEngine(Engine):
         self.steps += made
         self.warmup_left = np.maximum(self.warmup_left - made, 0)
         return made
+
+    def _act_by(self, version: int, t: int) -> None:
+        self._changes.append((t, version))
+        self.policy_version, self._is_of_one_version = version, False
+
+    def _counted_versions(self, arrays: Mapping[Key, Array], made: int) -> tuple[tuple[int, int], ...]:
+        if self._is_of_one_version:
+            return ((RANDOM_VERSION if self._policy is None else self.policy_version, self.frames),)
+        return counts_of(arrays["collector", "policy_version"][:, :made])
 
     def deliver_to(self, memory: Memory) -> bool:
         """See `Engine`: frames are written there."""
@@ -89,18 +106,17 @@ class DenseEngine(Engine):
             self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
 
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
-        stop = t + 1 if self.interruptor is not None else steps
+        stop = t + 1 if self._is_asked else steps
         if self._limit is not None:
             stop = min(stop, int(self._births.min()) + self._limit - self.steps)
         if self._policy is None:
             return self._random, stop
-        random_in_all, random_in_some = int(self.warmup_left.min()), int(self.warmup_left.max())
-        if t < random_in_all:
-            return self._random, min(stop, random_in_all)
+        if t < self._random_in_all:
+            return self._random, min(stop, self._random_in_all)
         self._policy.enter(t)
-        if t < random_in_some:
+        if t < self._random_in_some:
             assert self._mixed is not None
-            return self._mixed, min(stop, random_in_some)
+            return self._mixed, min(stop, self._random_in_some)
         return self._policy, stop
 
     def _after(self, t: int) -> None:
@@ -130,7 +146,11 @@ class DenseEngine(Engine):
             truncated[lane, t] = True
         np.logical_or(arrays["next", "terminated"], truncated, out=next_done)
         versions = arrays["collector", "policy_version"]
-        versions.fill(RANDOM_VERSION if self._policy is None else self.policy_version)
+        if self._policy is None:
+            versions.fill(RANDOM_VERSION)
+        else:
+            for t, version in self._changes:
+                versions[:, t:] = version
         if self._policy is not None and self.warmup_left.any():
             versions[:, :made][np.arange(made) < self.warmup_left[:, None]] = RANDOM_VERSION
         for name, value in (("worker", self._worker), ("mask", True)):

@@ -30,7 +30,7 @@ from rlcollect.rollout.episodes import Episodes
 from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler
 
-__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "shares_of"]
+__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "counts_of", "shares_of"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
@@ -83,7 +83,10 @@ class Engine:
     Attributes:
         beat: told now and then how many steps were made: a sign of life.
         interruptor: asked after each step whether to stop; None: nobody is.
+        newer: asked before each step for newer weights, which it puts into the policy: their version, or None for none;
+            None: nobody is.
         policy_version: written on every frame whose action the policy computes.
+        versions: how many frames of the last rollout each version made.
         warmup_left: int64 `[N]`, random frames that each lane still has to make.
         steps: steps of every lane made so far.
         frames: in the last rollout.
@@ -124,7 +127,9 @@ class Engine:
     ) -> None:
         self.parts: Parts = Whole()
         self.beat: Callable[[int], None] = _unheard
+        self.newer: Callable[[], int | None] | None = None
         self.policy_version = 0
+        self.versions: tuple[tuple[int, int], ...] = ()
         self.leaves = tuple(leaves)
         self.steps = 0
         self.frames = 0
@@ -268,6 +273,8 @@ class Engine:
         while t < (goal := self._goal(t, steps)):
             if t == self._window[1]:
                 self._open_window(t, self._window_after(t, steps))
+            if self.newer is not None and (version := self.newer()) is not None:
+                self._act_by(version, t)
             actor, stop = self._stretch(t, min(goal, self._window[1]))
             first = t - self._window[0]
             if self.sampler.countdown == 0:
@@ -285,6 +292,15 @@ class Engine:
                 self.interrupted = True
                 break
         return t
+
+    def _act_by(self, version: int, t: int) -> None:
+        """The policy has weights of this version from step t on."""
+        raise NotImplementedError
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether something is to be asked between any two steps."""
+        return self.interruptor is not None or self.newer is not None
 
     def _goal(self, t: int, steps: int) -> int:  # noqa: ARG002
         """How many steps are to be made, as far as is known after t of them; `steps` at most."""
@@ -461,6 +477,12 @@ class _Located:
     ) -> None:
         if error is not None:
             raise self._engine.relayed(error, self._t)
+
+
+def counts_of(versions: Array) -> tuple[tuple[int, int], ...]:
+    """How many frames there are of each version."""
+    found, counts = np.unique(versions, return_counts=True)
+    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def _unheard(steps: int) -> None:

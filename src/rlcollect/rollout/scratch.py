@@ -20,7 +20,7 @@ from rlcollect.memory.scratch import Scratch
 from rlcollect.memory.slots import Slot, SlotSource
 from rlcollect.options import What
 from rlcollect.rollout.actors import MixedActor
-from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory
+from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory, counts_of
 
 __all__ = ["ScratchEngine"]
 
@@ -180,14 +180,19 @@ class ScratchEngine(Engine):
         if self._policy is not None and self.warmup_left.any():
             self._mixed = MixedActor(self._policy, self._random, np.zeros(self._width, bool))
 
+    def _act_by(self, version: int, t: int) -> None:
+        self.policy_version = version
+        if self._policy is not None:
+            self._versions[t * self._width : self._scratch.steps * self._width] = version
+
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
         if self._policy is None:
-            return self._random, t + 1 if self.interruptor is not None else steps
+            return self._random, t + 1 if self._is_asked else steps
         if not self.warmup_left.any():
             if t:
                 self._settle(t)
             self._policy.enter(t)
-            each = self.interruptor is not None or self._policy.has_state
+            each = self._is_asked or self._policy.has_state
             return self._policy, t + 1 if each else steps
         by_chance = self.warmup_left[self._rows.row_lanes[t]] > 0
         width = self._width
@@ -341,6 +346,7 @@ class ScratchEngine(Engine):
             for name in ("truncated", "done"):
                 slot.arrays["next", name][lanes, frames[lanes] - 1] = True
         self.frames = int(frames.sum())
+        self.versions = counts_of(slot.arrays[VERSION][np.arange(self._full) < frames[:, None]])
         self._slots, self._filled = ahead, self._filled - frames
         if self.frames == at_most and self._filled.any():  # it was the last
             self.dropped += self.surplus

@@ -27,8 +27,9 @@ from torch.distributions import Categorical, Normal
 
 from rlcollect import Collector, ExplorationType, OptionError, PolicyError, RandomPolicy, RecurrentModule, WorkerError
 from rlcollect.options import How
-from rlcollect.rollout.policy.intake import module_of, policy_wrapper
+from rlcollect.rollout.policy.intake import policy_wrapper
 from rlcollect.testing import check_batch
+from rlcollect.weights.naming import module_of
 from tests.naming import named
 from tests.rollout.helpers import BOX, DISCRETE, LANES, bits, collect, collecting, maker, received
 

@@ -16,8 +16,8 @@ from torch import nn
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import ActionForm
 from rlcollect.layout import Key, as_key, show_key
-from rlcollect.rollout.policy.intake import module_of
 from rlcollect.rollout.policy.program import UNUSED
+from rlcollect.weights.naming import module_of
 
 __all__ = ["generators_of", "looks_for_is_init", "modules_of", "stated_initial", "stated_outputs"]
 

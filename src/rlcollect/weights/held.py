@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rlcollect.rollout.policy.intake import module_of
+from rlcollect.weights.naming import module_of, plain, tensors_of
 
 __all__ = ["held_modules", "held_names", "held_tensors"]
 
@@ -36,19 +36,19 @@ def held_modules(policy: Any) -> dict[str, nn.Module]:
     return found
 
 
-def held_tensors(held: Mapping[str, nn.Module]) -> list[tuple[str, torch.Tensor]]:
+def held_tensors(held: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
     """Their parameters and buffers, each name after that of its module."""
-    return [
-        (f"{name}.{inner}", tensor)
+    return {
+        f"{name}.{inner}": tensor
         for name, module in held.items()
-        for inner, tensor in (*module.named_parameters(), *module.named_buffers())
+        for inner, tensor in tensors_of(module).items()
         if not is_lazy(tensor)
-    ]
+    }
 
 
 def held_names(held: Mapping[str, nn.Module]) -> list[str]:
     """All names that state dicts of theirs have."""
-    return [f"{name}.{inner}" for name, module in held.items() for inner in module.state_dict()]
+    return [f"{name}.{plain(inner)}" for name, module in held.items() for inner in module.state_dict()]
 
 
 def _search(value: Any, name: str, found: dict[str, nn.Module], seen: set[int], depth: int) -> None:
