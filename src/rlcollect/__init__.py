@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlcollect.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from rlcollect.collectors.single import Collector
+from rlcollect.collectors.updaters import MultiProcessedWeightUpdate, VanillaWeightUpdater, WeightUpdaterBase
 from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.errors import (
     ClosedError,
@@ -25,6 +26,10 @@ from rlcollect.options import ExplorationType, exploration_type, set_exploration
 from rlcollect.rollout.policy.intake import RandomPolicy
 from rlcollect.rollout.policy.recurrent import RecurrentModule
 from rlcollect.stats import Late, Spread, Stats, Threads, TimeShares, WorkerStats
+from rlcollect.weights.scheme import NoWeightSyncScheme, WeightSyncScheme
+from rlcollect.weights.shared import SharedMemWeightSyncScheme
+from rlcollect.weights.strategy import WeightStrategy
+from rlcollect.weights.values import MultiProcessWeightSyncScheme
 from rlcollect.workers.interruptor import Interruptor
 
 __all__ = [
@@ -38,15 +43,20 @@ __all__ = [
     "InvalidBatchError",
     "Late",
     "MultiAsyncCollector",
+    "MultiProcessWeightSyncScheme",
+    "MultiProcessedWeightUpdate",
+    "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "NoWeightSyncScheme",
     "OptionError",
     "PolicyError",
     "ProcessVectorEnv",
     "RandomPolicy",
     "RecurrentModule",
     "RlcollectError",
+    "SharedMemWeightSyncScheme",
     "SharedMemoryError",
     "SpaceError",
     "Spread",
@@ -54,6 +64,10 @@ __all__ = [
     "SyncDataCollector",
     "Threads",
     "TimeShares",
+    "VanillaWeightUpdater",
+    "WeightStrategy",
+    "WeightSyncScheme",
+    "WeightUpdaterBase",
     "WorkerDied",
     "WorkerError",
     "WorkerRestarted",
@@ -70,5 +84,6 @@ SyncDataCollector = Collector
 MultiSyncDataCollector = MultiSyncCollector
 MultiaSyncDataCollector = MultiAsyncCollector
 aSyncDataCollector = AsyncCollector  # noqa: N816
+MultiProcessedWeightUpdater = MultiProcessedWeightUpdate
 
 __version__ = "0.1.0"

@@ -32,6 +32,8 @@ __all__ = [
     "How",
     "Sink",
     "Stacking",
+    "Staleness",
+    "Sync",
     "What",
     "Where",
     "Workers",
@@ -52,7 +54,7 @@ ELSEWHERE = {  # names that users of this field may try
     "max_steps": "max_frames_per_traj limits episodes, total_frames all of them",
     **dict.fromkeys(
         (
-            *("replay_buffer", "extend_buffer", "weight_updater", "weight_sync_schemes"),
+            *("replay_buffer", "extend_buffer"),
             "trajs_per_batch",
         ),
         LATER,
@@ -64,6 +66,8 @@ ALIASES = {  # the same under another name
 }
 WORKERS_ONLY = "there is one worker, in this process; it is an option of MultiSyncCollector, MultiAsyncCollector and "
 WORKERS_ONLY += "AsyncCollector"
+RESTING = "workers rest between two batches, and take the newest weights for each; it is an option of "
+RESTING += "MultiAsyncCollector and AsyncCollector"
 DEVICES = ("device", "policy_device", "env_device", "storing_device")
 RECORDABLE = ("is_init", "step_count", "worker", "mask")
 
@@ -478,6 +482,33 @@ class Sink:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sync:
+    """How weights get to where they act."""
+
+    weight_sync_schemes: Mapping[str, Any] | None = _option(
+        'A `WeightSyncScheme` for each model that takes weights: "policy" (one like the others, if it is not named), '
+        'and paths to modules that environments, hooks or post-processings hold ("env.reward_model", "postproc[0]").',
+        None,
+    )
+    weight_recv_schemes: Mapping[str, Any] | None = _option(
+        "Schemes by which this collector is itself a receiver, by model: what came is handed on before each batch (see "
+        "`register_scheme_receiver`).",
+        None,
+    )
+    weight_updater: Any = _option(
+        "A `WeightUpdaterBase`, or what makes one, by which `update_policy_weights_` sends the policy's weights: for "
+        "updaters written for TorchRL. None: they are sent as they are.",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("weight_sync_schemes", "weight_recv_schemes"):
+            given = getattr(self, name)
+            if not (given is None or isinstance(given, Mapping)):
+                raise OptionError(f"{name} takes a mapping from models to schemes, not {given!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workers:
     """The processes that make frames."""
 
@@ -525,6 +556,11 @@ class Workers:
         "workers rest between batches; else at the call of `next` that follows each batch.",
         False,
     )
+    weights_update: Literal["rollout", "step"] = _option(
+        'When workers take new weights: "rollout", before each rollout; "step", before each step (a look at a number '
+        "in shared memory; each frame has the version that made it).",
+        "rollout",
+    )
     collector_class: Any = _option(
         "A class of collectors: each worker then holds one, and drives it by `rollout`, `reset`, `set_seed`, "
         "`state_dict`, `load_state_dict`, `update_policy_weights_` and `shutdown`. None: an engine, which is faster.",
@@ -547,6 +583,10 @@ class Workers:
             if getattr(self, name) is not None:
                 _seconds(name, getattr(self, name))
         _flag("update_at_each_batch", self.update_at_each_batch)
+        if self.weights_update not in ("rollout", "step"):
+            raise OptionError(f'weights_update must be "rollout" or "step", not {self.weights_update!r}.')
+        if self.weights_update == "step" and self.collector_class is not None:
+            raise OptionError('weights_update="step" does not go with collector_class=: its rollouts are its own.')
         if not (self.collector_class is None or callable(self.collector_class)):
             raise OptionError(f"collector_class must be a class of collectors, not {self.collector_class!r}.")
 
@@ -608,6 +648,29 @@ class Stacking:
             raise OptionError(f'cat_results must be "stack" or a dimension, not {self.cat_results!r}.')
 
 
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    """How old the weights may be that made a batch."""
+
+    max_policy_lag: int | None = _option(
+        "How many versions old the weights of a delivered frame may be, for a learner that publishes at most once per "
+        "`batches_per_version` batches. Rollouts begin only as versions allow, so nothing is thrown away; 0: each "
+        "batch is made with the newest. None: any.",
+        None,
+    )
+    batches_per_version: int = _option(
+        "Batches that a learner takes for each version, where `max_policy_lag` is set.", 1
+    )
+
+    def __post_init__(self) -> None:
+        lag = self.max_policy_lag
+        if lag is not None and (isinstance(lag, bool) or not hasattr(lag, "__index__") or operator.index(lag) < 0):
+            raise OptionError(f"max_policy_lag must be an integer of 0 or more, or None, not {lag!r}.")
+        object.__setattr__(self, "batches_per_version", _positive("batches_per_version", self.batches_per_version))
+        if self.batches_per_version > 1 and lag is None:
+            raise OptionError(f"batches_per_version={self.batches_per_version} needs max_policy_lag=.")
+
+
 def option_fields(kinds: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
     """Every option of these value objects, by name, in the order they are declared."""
     return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
@@ -630,8 +693,8 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
         if name not in known:
             if name in ELSEWHERE:
                 raise OptionError(f"{owner} has no option {name!r}: {ELSEWHERE[name]}.")
-            if name in option_fields([Workers, Stacking]):
-                raise OptionError(f"{owner} has no option {name!r}: {_why_not(known)}.")
+            if name in option_fields([Workers, Stacking, Staleness]):
+                raise OptionError(f"{owner} has no option {name!r}: {_why_not(name, known)}.")
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
             raise OptionError(f"{owner} has no option {name!r}.{hint}")
@@ -651,5 +714,7 @@ def _without_aliases(owner: str, known: Mapping[str, Any], given: Mapping[str, A
     return plain
 
 
-def _why_not(known: Mapping[str, Any]) -> str:
-    return "each batch is one worker's" if "start_method" in known else WORKERS_ONLY
+def _why_not(name: str, known: Mapping[str, Any]) -> str:
+    if "start_method" not in known:
+        return WORKERS_ONLY
+    return RESTING if name in option_fields([Staleness]) else "each batch is one worker's"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 from tensordict import TensorDictBase
 
+from rlcollect.collectors.admission import Admission
 from rlcollect.collectors.crew import Arrival, Crew
-from rlcollect.collectors.gather import FromProcesses, Made, needed
+from rlcollect.collectors.gather import FromProcesses, Made, needed, versions_of
 from rlcollect.collectors.joining import batch_of, put_together
 from rlcollect.collectors.tally import LateRollout
+from rlcollect.errors import WorkerTimeout
 from rlcollect.memory.shared import Groups
 from rlcollect.memory.slots import SameBatch
 from rlcollect.processes.channel import Held
@@ -18,6 +21,8 @@ from rlcollect.workers.messages import Collect, Facts
 __all__ = ["AHEAD", "FirstReady", "Quorum"]
 
 AHEAD = 2  # rollouts that a worker holds at most, made or being made
+PATIENCE = 10.0  # seconds that another thread has to publish, where the user gave no limit
+ASKED_EACH = 0.002  # seconds between two looks whether it has
 
 
 class _AsReady(FromProcesses):
@@ -45,10 +50,18 @@ class _AsReady(FromProcesses):
                 is_last = amount < self._full and self._facts[worker].may_deliver_short
                 if amount <= 0 or (is_last and granted):  # rollouts may come short, and others be the last
                     return
-                if groups:
+                if groups and self._admits():
                     command = Collect(-(-amount // lanes), amount if is_last else None, groups.pop(0))
-                    self._crew.collect(worker, command)
+                    self._begin(worker, command)
                     granted += self._frames_of(worker, command)
+
+    def _admits(self) -> bool:
+        """Whether another rollout may begin now."""
+        return True
+
+    def _begin(self, worker: int, command: Collect) -> int:
+        """Has a rollout made; its number."""
+        return self._crew.collect(worker, command)
 
     def _granted(self) -> int:
         """Frames that are being made, or are made and not delivered."""
@@ -77,7 +90,22 @@ class FirstReady(_AsReady):
         groups: the memory they write to; None: batches cross as they are.
         full: frames of a full rollout.
         same: whether the memory itself is delivered.
+        admission: keeps weights from getting too old; None: they may.
     """
+
+    def __init__(
+        self,
+        crew: Crew,
+        facts: Sequence[Facts],
+        groups: Groups | None,
+        *,
+        full: int,
+        same: bool,
+        admission: Admission | None = None,
+    ) -> None:
+        super().__init__(crew, facts, groups, full=full, same=same)
+        self._admission = admission
+        self.refuses_worker_ids = None if admission is None else "max_policy_lag=: each version is for all workers."
 
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """See `Gather`."""
@@ -89,30 +117,82 @@ class FirstReady(_AsReady):
             self.drop()
         self._shown = None
         self._crew.look()
+        if self._admission is not None:
+            self._admission.spare = int(extra)
         self._grant(steps, left, self._free())
         if self._groups is not None and self._same is None and self._first() is None:
             self._groups.prepare(self._full // self._facts[0].num_lanes, self._groups.single)
+        self._wait_for_admission(steps, left)
         self._crew.wait_for_rollouts(lambda: self._first() is not None)
         place = self._first()
         assert place is not None
         arrival = self._crew.arrived[place]
         batch = self._owned(arrival) if self._same is None else self._as_it_is(arrival, self._same)
         with Held():
-            self.finished = Made(batch, arrival.rollout.frames, arrival.worker)
+            self.finished = _made_of(arrival, batch)
+            if self._admission is not None:
+                self._admission.deliver(arrival.command.number)
             del self._crew.arrived[place]
             self._shown = None if self._same is None else arrival.command.group
         if self._same is None:
             self._grant(steps, None if left is None else left - arrival.rollout.frames, self._free())
         return self.finished
 
+    def _admits(self) -> bool:
+        return self._admission is None or self._admission.admits()
+
+    def _begin(self, worker: int, command: Collect) -> int:
+        with Held():  # or one would be made that nobody counts
+            number = super()._begin(worker, command)
+            if self._admission is not None:
+                self._admission.begin(number)
+        return number
+
+    def _wait_for_admission(self, steps: int, left: int | None) -> None:
+        """Where no rollout may begin, and none is to come, waits for another thread to publish: not for ever.
+
+        Raises:
+            WorkerTimeout: none did.
+        """
+        deadline = time.monotonic() + self._crew.patience(PATIENCE)
+        while not (self._crew.under_way or self._crew.arrived):
+            assert self._admission is not None
+            if time.monotonic() >= deadline:
+                raise WorkerTimeout(self._admission.why_none, workers=())
+            time.sleep(ASKED_EACH)
+            self._grant(steps, left, self._free())
+
+    def published(self, version: int) -> None:
+        """See `Gather`."""
+        if self._admission is not None:
+            self._admission.published(version)
+
     def _first(self) -> int | None:
         """The place of the rollout that is delivered next: a shorter one, which is granted last, after all others."""
         first: dict[int, int] = {}  # of each worker: its own come in order
         for place, arrival in enumerate(self._crew.arrived):
             first.setdefault(arrival.worker, place)
-            if self._is_full(arrival.worker, arrival.command):
+            if self._is_full(arrival.worker, arrival.command) and self._may_come(first[arrival.worker]):
                 return first[arrival.worker]
         return 0 if self._crew.arrived and not self._crew.under_way else None
+
+    def _may_come(self, place: int) -> bool:
+        return self._admission is None or self._admission.may_come(self._crew.arrived[place].command.number)
+
+    def _clear(self) -> None:
+        super()._clear()
+        if self._admission is not None:
+            self._admission.lose()
+
+    @property
+    def behind(self) -> int:
+        """See `Gather`."""
+        return 0 if self._admission is None else self._admission.behind
+
+    def go_on(self, version: int, behind: int) -> None:
+        """See `Gather`."""
+        if self._admission is not None:
+            self._admission.go_on(version, behind)
 
     def _owned(self, arrival: Arrival) -> TensorDictBase:
         """The batch, in memory of its own."""
@@ -130,11 +210,10 @@ class FirstReady(_AsReady):
 
     def made(self, rollouts: Sequence[int]) -> list[Made]:
         """See `Gather`. What a worker has made since it saved its state is not in it."""
-        return [
-            Made(self._owned(arrival), arrival.rollout.frames, arrival.worker)
-            for arrival in self._crew.arrived
-            if arrival.rollout.number <= rollouts[arrival.worker]
-        ]
+        arrived = [each for each in self._crew.arrived if each.rollout.number <= rollouts[each.worker]]
+        if self._admission is not None:  # in their turn: none overtakes another
+            arrived.sort(key=lambda arrival: arrival.command.number)
+        return [_made_of(arrival, self._owned(arrival)) for arrival in arrived]
 
 
 class Quorum(_AsReady):
@@ -241,7 +320,8 @@ class Quorum(_AsReady):
             if (age := self._age(arrival))
         )
         worker = chosen[0].worker if len(chosen) == 1 else None
-        return Made(batch, sum(arrival.rollout.frames for arrival in chosen), worker, late)
+        rollouts = [arrival.rollout for arrival in chosen]
+        return Made(batch, sum(rollout.frames for rollout in rollouts), worker, versions_of(rollouts), late)
 
     def _joined(self, chosen: Sequence[Arrival]) -> TensorDictBase:
         groups, dim, first = self._groups, self._dim, chosen[0].rollout
@@ -266,6 +346,10 @@ class Quorum(_AsReady):
             batches.append(self._batch_of(chosen))
             waiting = [each for each in waiting if each not in chosen]
         return batches
+
+
+def _made_of(arrival: Arrival, batch: TensorDictBase) -> Made:
+    return Made(batch, arrival.rollout.frames, arrival.worker, arrival.rollout.versions)
 
 
 def _oldest(arrivals: Iterable[Arrival]) -> list[Arrival]:

@@ -1,134 +1,51 @@
-"""What every collector is: one constructor, iteration, counts, delivery, lifecycle.
+"""What every collector does: iteration, counts, delivery, and what it can be asked between two batches.
 
-The constructor is flat, and made from the fields of the value objects in `options`: nothing is declared here twice.
-A kind says which of them it takes (`option_kinds`), and where its workers are and how their rollouts become batches
-(`_start`). Nothing here asks which kind it is.
+Nothing here asks which kind it is.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-import enum
-import inspect
 import math
-import operator
 import time
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rlcollect.collectors.crew import Crew
-from rlcollect.collectors.gather import Gather, Made
-from rlcollect.errors import ClosedError, OptionError, WorkerDied, WorkerTimeout
-from rlcollect.failures import is_interrupt, relayed
+from rlcollect.collectors.arguments import seeds_of
+from rlcollect.collectors.gather import Made
+from rlcollect.collectors.opened import Guard
+from rlcollect.collectors.synchronised import Synchronised
+from rlcollect.errors import OptionError
+from rlcollect.failures import relayed
 from rlcollect.memory.slots import SameBatch
 from rlcollect.memory.trajectories import split_trajectories
-from rlcollect.options import How, Sink, What, Where, option_fields, parse_options
 from rlcollect.processes.crossing import Parcel
-from rlcollect.rollout.build import whole_steps
-from rlcollect.rollout.policy.intake import module_of, weights_of
-from rlcollect.stats import Spread, Stats, Threads, TimeShares
-from rlcollect.workers.messages import Facts, Load, Report, Reset, Run, Save, Saved, Seed
+from rlcollect.stats import Spread, Stats, TimeShares
+from rlcollect.weights.naming import module_of, weights_of
+from rlcollect.workers.messages import Load, Report, Reset, Run, Save, Saved, Seed
 
-__all__ = ["BaseCollector", "Started", "lane_indices", "worker_numbers"]
-
-
-class _State(enum.Enum):
-    OPEN = "open"
-    CLOSED = "closed"
+__all__ = ["BaseCollector"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """What a kind has when its workers are there.
-
-    Attributes:
-        crew: the workers.
-        facts: what each said of itself.
-        gather: how their rollouts become batches.
-        share: how many of them make a batch together.
-        devices: where batches of each worker are delivered; None: where they are made.
-        close: ends everything.
-        threads: that torch computes with; None: as the program has it.
-    """
-
-    crew: Crew
-    facts: Sequence[Facts]
-    gather: Gather
-    share: int
-    devices: Sequence[torch.device | None]
-    close: Callable[[], None]
-    threads: Threads | None = None
-
-
-class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
-    """The one constructor, iteration, counts and lifecycle."""
-
-    option_kinds: ClassVar[tuple[type, ...]] = (What, Where, How, Sink)
-    _about: ClassVar[str] = ""  # the docstring as written
-
-    def __init_subclass__(cls) -> None:
-        """Gives a kind its signature and the description of its options, from their declarations."""
-        super().__init_subclass__()
-        cls.__signature__ = _signature(cls.option_kinds)  # type: ignore[attr-defined]
-        if "__doc__" in vars(cls) and cls.__doc__:
-            cls._about = inspect.cleandoc(cls.__doc__)
-        cls.__doc__ = f"{cls._about}\n\nOptions:\n{_described(cls.option_kinds)}"
+class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
+    """Iteration, counts, saving, and what else every collector can be asked. See `Opened` and `Synchronised`."""
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        parsed = parse_options(type(self).__name__, self.option_kinds, options)
-        self._options = parsed
-        self._what: What = parsed[What]
-        self._where: Where = parsed[Where]
-        self._how: How = parsed[How]
-        self._sink: Sink = parsed[Sink]
         self._frames = 0
         self._batches = 0
         self._seconds = 0.0
         self._pending: tuple[Made, ...] = ()  # made, and not delivered
         self._is_touched = False  # whether the first of these may have been changed by a post-processing
         self._stored = SameBatch[TensorDictBase]()  # on a storing device, with return_same_td
-        self._version = 0
-        self.policy: Any = policy
-        started = self._start(create_env_fn, policy)
-        self._started = started
-        self._crew = started.crew
-        self._facts = started.facts
-        self._gather = started.gather
-        try:
-            self.num_envs = self._facts[0].num_lanes
-            self._lanes = self.num_envs * started.share  # that make a batch together
-            self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self._lanes)
-            self._total_steps = self._counted_total()
-        except BaseException:
-            started.close()
-            raise
-        self._state = _State.OPEN
-        self._abandoned = weakref.finalize(self, _close_abandoned, started.close, type(self).__name__)
-
-    @abc.abstractmethod
-    def _start(self, create_env_fn: Any, policy: Any) -> Started:
-        """Starts the workers. What is open is closed again if that fails."""
+        super().__init__(create_env_fn, policy, **options)
 
     @abc.abstractmethod
     def _load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
         """Puts the policy's weights of a state back into it."""
-
-    def _publish_loaded(self) -> None:
-        """Gives the workers the weights that were put back, if they do not have them."""
-
-    def _counted_total(self) -> int | None:
-        if self._what.total_frames == -1:
-            return None
-        return whole_steps("total_frames", self._what.total_frames, self._lanes)
 
     # --- iterating ---
 
@@ -153,19 +70,9 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         return self._total_steps is not None and self._frames >= self.total_frames
 
     @property
-    def num_workers(self) -> int:
-        """How many workers make frames."""
-        return len(self._facts)
-
-    @property
     def policy_device(self) -> torch.device:
         """Where the policy computes; the first worker's, if there are several."""
         return torch.device(self._facts[0].policy_device)
-
-    @property
-    def policy_version(self) -> int:
-        """How many times the weights were updated."""
-        return self._version
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None when the frames are exhausted.
@@ -183,15 +90,17 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         if self.exhausted:
             return None
         start = time.perf_counter()
-        with _Guard(self):
+        with Guard(self):
+            self._updates.before_batch()
             self._before_batch()
             made = self._made()
             placed, self._is_touched = self._placed(made), bool(self._sink.postproc)
             frames, batch = self._frames + made.frames, self._processed(placed)
-        self._crew.tally.note_late(made.late, self._version)
+        self._crew.tally.note_late(made.late, self._updates.version)
+        lag = self._updates.lag_with(made.versions)
         seconds, rest = self._seconds + time.perf_counter() - start, self._pending[1:]
         # no call from here on: an interrupt comes before all of it or after
-        self._frames, self._batches, self._seconds = frames, self._batches + 1, seconds
+        self._frames, self._batches, self._seconds, self._updates.lag = frames, self._batches + 1, seconds, lag
         self._gather.is_under_way, self._pending, self._is_touched = False, rest, False
         return batch
 
@@ -255,7 +164,8 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         """
         self._check_open()
         self._recover()
-        with _Guard(self):
+        with Guard(self):
+            self._updates.before_batch()
             batch = self._placed(self._made(extra=True))
         rest = self._pending[1:]
         self._gather.is_under_way, self._pending = False, rest
@@ -311,10 +221,6 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
 
     # --- talking to it ---
 
-    @abc.abstractmethod
-    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None) -> int:
-        """Gives the workers new weights; the frames that follow carry the new version."""
-
     def map_fn(self, fn: Callable[[Sequence[Any]], Any]) -> list[Any]:
         """Runs a function where the environments are, between two rollouts.
 
@@ -351,7 +257,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         """
         self._check_open()
         workers, lanes = range(self.num_workers), self.num_envs
-        given = _seeds(seed, lanes * self.num_workers)
+        given = seeds_of(seed, lanes * self.num_workers)
         if isinstance(given, int):
             self._asked({worker: Seed(given, static_seed) for worker in workers})
             return given if static_seed else given + 1
@@ -365,7 +271,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
     def _reset_lanes(self, lanes: Mapping[int, Sequence[int]], seed: Any, options: Any) -> None:
         """Begins a new episode in these lanes, by worker."""
         count = sum(map(len, lanes.values()))
-        seeds = None if seed is None else _seeds(seed, count)
+        seeds = None if seed is None else seeds_of(seed, count)
         if not (options is None or isinstance(options, Mapping)):
             raise OptionError(f"options must be a mapping or None, not {options!r}.")
         commands, first = {}, 0
@@ -378,17 +284,8 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             facts.check_reset(chosen, seeded=seeds is not None, with_options=options is not None)
             commands[worker] = Reset(tuple(chosen), own, options)
         self._recover()
-        with _Guard(self, spares=OptionError):
+        with Guard(self, spares=OptionError):
             self._asked(commands)
-
-    def _asked(self, commands: Mapping[int, Any]) -> list[Any]:
-        """What workers answer; the death of one closes the collector."""
-        try:
-            return self._crew.ask(commands)
-        except BaseException as error:
-            if isinstance(error, WorkerDied) or self._crew.pool.is_spent:
-                self.shutdown()
-            raise
 
     def stats(self) -> Stats:
         """Figures so far: frames, speed, episodes, where the time goes."""
@@ -403,7 +300,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             episodes=sum(report.episodes for report in reports),
             episode_return=Spread.of([value for report in reports for value in report.returns]),
             episode_length=Spread.of([value for report in reports for value in report.lengths]),
-            policy_version=self._version,
+            policy_version=self._updates.version,
             time=TimeShares.mean([report.shares() for report in reports]),
             threads=self._started.threads,
             workers=() if self._started.threads is None else self._crew.tally.workers(dropped),
@@ -427,12 +324,14 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         """
         self._check_open()
         self._recover()
-        with _Guard(self):
+        with Guard(self):
             self._gather.pause()
             saved: list[Saved] = self._crew.ask({worker: Save() for worker in range(self.num_workers)})
             made = [*self._pending, *self._gather.made([each.rollouts for each in saved])]
         states = self._state_of([dict(each.state) for each in saved])
         state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **states}
+        if behind := self._gather.behind:
+            state["batches_since_version"] = behind
         if made:
             state["pending"] = [each.as_state() for each in made]
         if (weights := weights_of(self.policy)) is not None:
@@ -443,7 +342,7 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
     def _state_of(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The workers' states in that of the collector."""
         workers = {f"worker{worker}": state for worker, state in enumerate(states)}
-        return {"policy_version": self._version, **workers}
+        return {"policy_version": self._updates.version, **workers}
 
     def _states_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The workers' states again."""
@@ -479,44 +378,15 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
         has_weights = module is not None and "policy_state_dict" in state
         if has_weights:
             self._load_weights(state["policy_state_dict"], strict=strict)
-        with _Guard(self):
+        with Guard(self):
             self._gather.drop()
             reports = self._crew.ask({worker: Load(own) for worker, own in enumerate(states)})
         self._crew.reports[:] = reports
         self._gather.is_under_way = False
         self._pending = tuple(Made.of_state(each) for each in state.get("pending", ()))
-        self._version = int(state["policy_version"])
-        if has_weights:
-            self._publish_loaded()
+        self._updates.load(int(state["policy_version"]), has_weights=has_weights)
+        self._gather.go_on(self._updates.version, state.get("batches_since_version", 0) + len(self._pending))
         self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
-
-    # --- lifecycle ---
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was shut down."""
-        return self._state is _State.CLOSED
-
-    def shutdown(self) -> None:
-        """Ends the workers and closes the environments that were made for this collector. Safe to call again."""
-        if self._state is _State.CLOSED:
-            return
-        self._state = _State.CLOSED
-        self._abandoned.detach()
-        self._gather.forget()
-        self._started.close()
-
-    def _check_open(self) -> None:
-        if self._state is _State.CLOSED:
-            raise ClosedError(f"This {type(self).__name__} was shut down, and makes no more frames. Make a new one.")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.shutdown()
 
     def __repr__(self) -> str:
         workers = "" if self.num_workers == 1 else f"num_workers={self.num_workers}, "
@@ -525,31 +395,6 @@ class BaseCollector(IterableDataset[TensorDictBase], abc.ABC):
             f"total_frames={self.total_frames}, collected_frames={self._frames}, policy=<{self._facts[0].policy}>, "
             f"{self._state.value})"
         )
-
-
-class _Guard:
-    """Around all that makes frames: an error closes the collector; a time-out or a Ctrl-C does not.
-
-    A class: a generator, interrupted in `contextlib`, would be closed like one that failed.
-    """
-
-    def __init__(self, collector: BaseCollector, spares: type[Exception] = WorkerTimeout) -> None:
-        self._collector = collector
-        self._spares = WorkerTimeout, spares  # errors after which it stays open
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and not (isinstance(error, self._spares) or is_interrupt(error)):
-            self._collector.shutdown()
-
-
-def _close_abandoned(close: Callable[[], None], name: str) -> None:
-    close()
-    warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -562,86 +407,3 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_on_cpu(part) for part in value)
     return value
-
-
-def _seeds(seed: Any, lanes: int) -> int | list[int]:
-    """A seed as an int, or seeds as a list of one for each lane."""
-    try:
-        one = np.ndim(seed) == 0
-        seeds = [operator.index(seed)] if one else [operator.index(each) for each in seed]
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"Seeds are non-negative integers, one or one a lane; {seed!r} came.") from error
-    if not one and len(seeds) != lanes:
-        raise OptionError(f"A list of seeds needs one a lane: {lanes}, not {len(seeds)}.")
-    if min(seeds, default=0) < 0:
-        raise OptionError(f"Seeds are non-negative integers; {seed!r} came.")
-    return seeds[0] if one else seeds
-
-
-def worker_numbers(worker_ids: Any, count: int) -> list[int] | None:
-    """Workers as the user names them: a number, several, or None for all.
-
-    Raises:
-        OptionError: there is no such worker.
-    """
-    if worker_ids is None:
-        return None
-    given = [worker_ids] if np.ndim(worker_ids) == 0 else list(worker_ids)
-    if any(isinstance(each, bool | np.bool_) or not hasattr(each, "__index__") for each in given):
-        raise OptionError(f"worker_ids takes numbers of workers, not {worker_ids!r}.")
-    given = [operator.index(each) for each in given]
-    if wrong := [each for each in given if not 0 <= each < count]:
-        raise OptionError(f"There are workers 0 to {count - 1}; worker_ids has {wrong[0]}.")
-    return given
-
-
-def lane_indices(index: Any, num_lanes: int) -> list[int]:
-    """Lanes as the user names them.
-
-    Raises:
-        OptionError: there is no such lane.
-    """
-    if index is None:
-        return list(range(num_lanes))
-    if isinstance(index, slice):
-        return list(range(num_lanes))[index]
-    try:
-        values = torch.as_tensor(index).reshape(-1)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise OptionError(f"reset takes lanes as integers, or one bool a lane; {index!r} came.") from error
-    if not len(values):
-        return []
-    if values.dtype.is_floating_point or values.dtype.is_complex:
-        raise OptionError(f"reset takes lanes as integers, or one bool a lane; {index!r} came.")
-    if values.dtype is torch.bool:
-        if len(values) != num_lanes:
-            raise OptionError(f"reset takes one bool a lane: {num_lanes}, not {len(values)}.")
-        return [int(lane) for lane in values.nonzero()]
-    lanes = [int(lane) for lane in values]
-    if wrong := [lane for lane in lanes if not 0 <= lane < num_lanes]:
-        raise OptionError(f"There are lanes 0 to {num_lanes - 1}; reset was asked for lane {wrong[0]}.")
-    return list(dict.fromkeys(lanes))
-
-
-def _signature(kinds: Sequence[type]) -> inspect.Signature:
-    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter("create_env_fn", positional),
-        inspect.Parameter("policy", positional, default=None),
-    ]
-    for name, field in option_fields(kinds).items():
-        default = field.default if _has_default(field) else inspect.Parameter.empty
-        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=field.type))
-    return inspect.Signature(parameters)
-
-
-def _described(kinds: Sequence[type]) -> str:
-    lines = []
-    for name, field in option_fields(kinds).items():
-        default = f" (default: {field.default!r})" if _has_default(field) else ""
-        lines.append(f"    {name}{default}: {field.metadata['doc']}")
-    return "\n".join(lines)
-
-
-def _has_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is not dataclasses.MISSING

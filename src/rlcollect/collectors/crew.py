@@ -21,7 +21,7 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.messages import Reply
 from rlcollect.workers.messages import Close, Collect, Collected, Command, Report, Withdrawn
 
-__all__ = ["Arrival", "Crew"]
+__all__ = ["USUAL", "Arrival", "Crew"]
 
 ASKED_EACH = 0.01  # seconds between two questions to an interruptor of the user's own making
 USUAL = -1.0  # the collector's own time limit
@@ -75,13 +75,18 @@ class Crew:
 
     # --- rollouts ---
 
-    def collect(self, worker: int, command: Collect) -> None:
+    def collect(self, worker: int, command: Collect) -> int:
         """Has a rollout made; it will arrive. It gets a number, if it has none."""
         with Held():
             number = command.number or self.pool.new_number()
             command = replace(command, number=number)
             self.pool.submit(worker, command, number=number)
             self._under_way[number] = worker, command
+        return number
+
+    def patience(self, usual: float) -> float:
+        """Seconds that a wait may take, where it must have an end."""
+        return usual if self._timeout is None else self._timeout
 
     def stop(self) -> None:
         """Rollouts that are under way end with their next frame, and arrive as they are."""
@@ -146,9 +151,9 @@ class Crew:
         }
         return self._await(ids, self._timeout if timeout == USUAL else timeout, hint)
 
-    def tell(self, worker: int, command: Command, descriptor: int) -> None:
+    def tell(self, worker: int, command: Command, descriptors: Sequence[int] = ()) -> None:
         """Has a command done as soon as what is under way is done, and does not wait for it."""
-        self.pool.submit(worker, command, in_turn=False, descriptors=[descriptor])
+        self.pool.submit(worker, command, in_turn=False, descriptors=descriptors)
 
     def dismiss(self, timeout: float) -> None:
         """Has the environments closed, and passes on what is said about that; not what fails."""

@@ -7,8 +7,8 @@ for a worker in this process is here; `together` and `as_ready` have those for w
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,9 +19,9 @@ from rlcollect.collectors.crew import Crew
 from rlcollect.collectors.tally import LateRollout
 from rlcollect.memory.shared import Groups
 from rlcollect.memory.slots import SameBatch
-from rlcollect.workers.messages import Abandon, Collect, Facts
+from rlcollect.workers.messages import Abandon, Collect, Collected, Facts
 
-__all__ = ["FromProcesses", "Gather", "Made", "OneInline", "needed"]
+__all__ = ["FromProcesses", "Gather", "Made", "OneInline", "needed", "versions_of"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,19 @@ class Made:
         batch: as it is delivered, but for what is done with it afterwards.
         frames: in it.
         worker: whose it is, if it is one worker's.
+        versions: how many frames in it each version of the weights made.
         late: rollouts in it that were begun for an earlier one.
     """
 
     batch: TensorDictBase
     frames: int
     worker: int | None = None
+    versions: tuple[tuple[int, int], ...] = ()
     late: tuple[LateRollout, ...] = ()
 
     def as_state(self) -> dict[str, Any]:
         """As plain values and tensors, which any loader takes; a batch that has others stays a TensorDict."""
-        state = {"frames": self.frames, "worker": self.worker}
+        state = {"frames": self.frames, "worker": self.worker, "versions": self.versions}
         leaves = self.batch.values(include_nested=True, leaves_only=True)
         if not isinstance(self.batch, TensorDict) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return {"batch": self.batch, **state}
@@ -55,7 +57,7 @@ class Made:
         batch = state["batch"]
         if "batch_size" in state:
             batch = TensorDict(batch, batch_size=state["batch_size"], names=state["names"])
-        return cls(batch, state["frames"], state["worker"])
+        return cls(batch, state["frames"], state["worker"], tuple(map(tuple, state.get("versions", ()))))
 
 
 class Gather(Protocol):
@@ -66,6 +68,7 @@ class Gather(Protocol):
     finished: Made | None  # the one that `next` has returned; who keeps it says so
     cuts_short: str | None  # why batches may be shorter than was asked for, in words; None: they are not
     can_be_late: bool  # whether rollouts may come in a later batch than they were begun for
+    refuses_worker_ids: str | None  # why weights cannot be for some workers only; None: they can
 
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """The next batch.
@@ -75,6 +78,16 @@ class Gather(Protocol):
             left: frames that are still wanted; None: no end.
             extra: whether this batch is none of those.
         """
+
+    def published(self, version: int) -> None:
+        """This is the newest version of the weights from now on."""
+
+    @property
+    def behind(self) -> int:
+        """How many batches were delivered since the learner was to publish weights, where that is counted."""
+
+    def go_on(self, version: int, behind: int) -> None:
+        """Goes on from a state: with this newest version, so many batches after it."""
 
     def pause(self) -> None:
         """Waits for what has to be whole before workers save their states."""
@@ -109,6 +122,7 @@ class OneInline:
     keeps = False  # it may have been changed when its delivery was broken off, and new episodes cost nothing here
     cuts_short: str | None = None
     can_be_late = False
+    refuses_worker_ids: str | None = None
 
     def __init__(self, crew: Crew, forget: Callable[[], None]) -> None:
         self._crew = crew
@@ -120,8 +134,8 @@ class OneInline:
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """See `Gather`."""
         crew = self._crew
-        self.is_under_way = True
-        self._number = crew.pool.new_number()
+        number = crew.pool.new_number()
+        self.is_under_way, self._number = True, number
         crew.collect(0, Collect(steps, None if extra else left, number=self._number))
         try:
             crew.wait_for_rollouts(lambda: bool(crew.arrived))
@@ -129,7 +143,18 @@ class OneInline:
             arrived, crew.arrived = crew.arrived, deque()
         rollout = arrived[0].rollout
         assert rollout.batch is not None
-        return Made(rollout.batch, rollout.frames)
+        return Made(rollout.batch, rollout.frames, versions=rollout.versions)
+
+    @property
+    def behind(self) -> int:
+        """See `Gather`: nobody counts."""
+        return 0
+
+    def go_on(self, version: int, behind: int) -> None:
+        """See `Gather`."""
+
+    def published(self, version: int) -> None:
+        """See `Gather`."""
 
     def pause(self) -> None:
         """See `Gather`: there is nothing."""
@@ -168,6 +193,7 @@ class FromProcesses:
     keeps = True
     cuts_short: str | None = None
     can_be_late = False
+    refuses_worker_ids: str | None = None
 
     def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool) -> None:
         self.is_under_way = False
@@ -178,6 +204,17 @@ class FromProcesses:
         self._full = full
         self._same = SameBatch[TensorDictBase]() if same else None
         self._is_dropping = False
+
+    @property
+    def behind(self) -> int:
+        """See `Gather`: nobody counts."""
+        return 0
+
+    def go_on(self, version: int, behind: int) -> None:
+        """See `Gather`."""
+
+    def published(self, version: int) -> None:
+        """See `Gather`."""
 
     def drop(self) -> None:
         """See `Gather`."""
@@ -213,6 +250,14 @@ class FromProcesses:
         self._same = None
         if self._groups is not None:
             self._groups.let_go()
+
+
+def versions_of(rollouts: Iterable[Collected]) -> tuple[tuple[int, int], ...]:
+    """How many frames of some rollouts each version made."""
+    counts = Counter[int]()
+    for rollout in rollouts:
+        counts.update(dict(rollout.versions))
+    return tuple(counts.items())
 
 
 def needed(share: float, count: int) -> int:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from rlcollect.collectors.base import BaseCollector, Started, lane_indices, worker_numbers
+from rlcollect.collectors.arguments import lane_indices
+from rlcollect.collectors.base import BaseCollector
 from rlcollect.collectors.crew import Crew
 from rlcollect.collectors.gather import OneInline
+from rlcollect.collectors.opened import Started
+from rlcollect.collectors.posting import InPlace
 from rlcollect.errors import OptionError
-from rlcollect.rollout.policy.intake import weights_by_name
 from rlcollect.workers.inline import InlinePool
 from rlcollect.workers.messages import Build, Report
 from rlcollect.workers.worker import Worker
@@ -76,45 +78,24 @@ class Collector(BaseCollector):
         assert pool.worker is not None
         self._worker: Worker = pool.worker
         self.policy = self._worker.acting.given
+        try:
+            poster = InPlace(self._worker, self._schemes.strategies)
+        except BaseException:
+            pool.shutdown()
+            raise
         return Started(
             crew=crew,
             facts=facts,
             gather=OneInline(crew, self._worker.engine.forget_memory),
             share=1,
             devices=[self._delivery_device(self._worker)],
+            poster=poster,
             close=pool.shutdown,
         )
 
     def _delivery_device(self, worker: Worker) -> torch.device | None:
         device = self._where.placement.storing
         return None if device == worker.driver.device else device
-
-    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None) -> int:
-        """Says that the policy has new weights; the frames that follow carry the new version.
-
-        In one process the policy is the user's own module, so there is nothing to copy: the version counts. Only where
-        `policy_device` made a copy on another device are the weights, parameters and buffers, copied to it.
-
-        Args:
-            policy_or_weights: None, or the policy itself: its weights as they are. Another module, a TensorDict or a
-                state dict: these are loaded into the policy first.
-            worker_ids: None, or those of the one worker there is: 0.
-
-        Returns:
-            The new version.
-
-        Raises:
-            PolicyError: the user's module has other weights by now than those that were copied, or those that were
-                given do not fit.
-        """
-        self._check_open()
-        worker_numbers(worker_ids, 1)
-        acting = self._worker.acting
-        if policy_or_weights is not None and policy_or_weights is not self.policy:
-            acting.adopt(weights_by_name(policy_or_weights))
-        acting.update()
-        self._version = self._worker.engine.policy_version = self._version + 1
-        return self._version
 
     def reset(
         self, index: Any = None, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from rlcollect.collectors.crew import Arrival, Crew
-from rlcollect.collectors.gather import FromProcesses, Made, needed
+from rlcollect.collectors.gather import FromProcesses, Made, needed, versions_of
 from rlcollect.collectors.joining import IDS, NO_EPISODE, batch_of, put_together
 from rlcollect.layout import Key
 from rlcollect.memory.shared import Form, Groups
@@ -93,7 +93,9 @@ class AllOf(FromProcesses):
             self._crew.stop()
         self._crew.wait_for_rollouts(lambda: len(arrived) == asked)
         came = {arrival.worker: arrival for arrival in arrived}
-        made = Made(self._joined(came), sum(arrival.rollout.frames for arrival in arrived))
+        rollouts = [arrival.rollout for arrival in arrived]
+        frames = sum(rollout.frames for rollout in rollouts)
+        made = Made(self._joined(came), frames, versions=versions_of(rollouts))
         with Held():
             for worker, arrival in came.items():
                 self._crew.tally.preempted[worker] += self._lacking(arrival)

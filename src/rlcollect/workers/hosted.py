@@ -32,11 +32,13 @@ from rlcollect.workers.messages import (
     Save,
     Saved,
     Seed,
+    Take,
 )
 from rlcollect.workers.taking import Taking
 
 __all__ = ["HostedWorker"]
 
+REMEMBERED = 100  # versions that frames of a rollout may still have
 NEEDED = ("rollout", "reset", "set_seed", "state_dict", "load_state_dict", "update_policy_weights_", "shutdown")
 
 
@@ -80,7 +82,7 @@ class HostedWorker:
         self._rollouts = 0
         enter("building the policy")
         acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
-        self.taking = Taking(acting, is_alone=is_alone)
+        self.taking = Taking(acting, build.receiver)
         enter("building its environments")
         frames = -(-build.what.frames_per_batch // build.share)
         options = dict(build.hosted or {})
@@ -105,9 +107,7 @@ class HostedWorker:
             env_state_keys=(),
             policy=f"held by a {type(self._collector).__name__}",
             policy_device=str(acting.device),
-            weights=self.taking.leaves,
-            kept=(),
-            names=self.taking.names,
+            forms=self.taking.forms,
             processes=0,
         )
         self._handlers: dict[type[Command], Callable[[Any], Any]] = {
@@ -117,6 +117,7 @@ class HostedWorker:
             Save: self._save,
             Load: self._load,
             Run: self._run,
+            Take: self._take,
             Close: self._close,
         }
 
@@ -130,9 +131,7 @@ class HostedWorker:
         """Nothing: batches cross as they are."""
 
     def _collect(self, command: Collect) -> Collected:
-        self._enter("taking new weights")
-        if (version := self.taking.take()) is not None:
-            self._versions[self._collector.update_policy_weights_()] = self._version = version
+        self._take()
         before, after = self._hooks
         self._enter("collecting")
         start = time.perf_counter()
@@ -154,7 +153,15 @@ class HostedWorker:
         steps = int(made.batch_size[-1])
         mask = made.get(("collector", "mask"), None)
         frames = made.numel() if mask is None else int(mask.sum())
-        return Collected(steps, steps, frames, made, report, self._rollouts, self._version, time.monotonic_ns())
+        numbers = self._rollouts, self._version, _versions_of(made)
+        return Collected(steps, steps, frames, made, report, *numbers, time.monotonic_ns())
+
+    def _take(self, command: Take | None = None) -> int:  # noqa: ARG002
+        self._enter("taking new weights")
+        if (version := self.taking.take()) is not None:
+            self._versions[self._collector.update_policy_weights_()] = self._version = version
+            self._versions = dict(list(self._versions.items())[-REMEMBERED:])
+        return self._version
 
     def _marked(self, batch: TensorDictBase) -> TensorDictBase:
         marks: Mapping[str, Any] = {
@@ -170,7 +177,8 @@ class HostedWorker:
     def _of_the_pool(self, versions: torch.Tensor) -> torch.Tensor:
         for own in sorted({*versions.flatten().tolist()}):
             if own >= 0:
-                versions = torch.where(versions == own, -2 - self._versions[own], versions)  # not to be found again
+                of_pool = self._versions.get(own, self._version)
+                versions = torch.where(versions == own, -2 - of_pool, versions)  # not to be found again
         return torch.where(versions < -1, -2 - versions, versions)
 
     def _seed(self, command: Seed) -> None:
@@ -190,12 +198,15 @@ class HostedWorker:
     def _save(self, command: Save) -> Saved:  # noqa: ARG002
         self._enter("saving or loading a state")
         own = self._collector.state_dict()
-        return Saved({"collector": own, "steps": self._steps, "policy_version": self._version}, self._rollouts)
+        state = {"collector": own, "steps": self._steps, "policy_version": self._version, "versions": self._versions}
+        return Saved(state, self._rollouts)
 
     def _load(self, command: Load) -> Report:
+        self._take()
         self._enter("saving or loading a state")
         self._collector.load_state_dict(command.state["collector"])
         self._steps, self._version = command.state["steps"], command.state["policy_version"]
+        self._versions = dict(command.state.get("versions", {}))
         return Report(steps=self._steps, seconds=self._seconds)
 
     def _run(self, command: Run) -> Any:
@@ -210,3 +221,12 @@ class HostedWorker:
         self._enter("closing its environments")
         self._collector.shutdown()
         return []
+
+
+def _versions_of(batch: TensorDictBase) -> tuple[tuple[int, int], ...]:
+    """How many frames of a batch each version made, as far as it tells."""
+    versions, mask = batch.get(("collector", "policy_version"), None), batch.get(("collector", "mask"), None)
+    if versions is None:
+        return ()
+    found, counts = torch.unique(versions if mask is None else versions[mask], return_counts=True)
+    return tuple(zip(found.tolist(), counts.tolist(), strict=True))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlcollect.errors import OptionError, SpaceError, WorkerDied, WorkerError
+from rlcollect.errors import ClosedError, OptionError, SpaceError, WorkerDied, WorkerError
 from rlcollect.failures import warn
 from rlcollect.interfaces import RevivablePool
 from rlcollect.processes.channel import Held
@@ -90,7 +90,7 @@ class LastingPool:
         descriptors: Sequence[int] = (),
         number: int | None = None,
     ) -> int:
-        """See `WorkerPool`. What goes with descriptors is not sent again: `Revival` has its own."""
+        """See `WorkerPool`. What goes with descriptors, and news, are not sent again: `Revival` has its own."""
         if isinstance(command, Close):  # the end
             self._revival = None
         if self._revival is None:
@@ -102,7 +102,7 @@ class LastingPool:
                 packed(command, getattr(command, "title", "command"))  # whether it can be sent shows now
             else:
                 self._send(number, worker, command, in_turn=in_turn, descriptors=descriptors)
-            if not descriptors:
+            if not (descriptors or getattr(command, "is_news", False)):
                 self._sent[number] = _Sent(worker, command, in_turn, time.monotonic())
         return number
 
@@ -111,7 +111,7 @@ class LastingPool:
     ) -> None:
         try:
             self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
-        except WorkerDied:  # it is noticed where it is listened for, and sent again then
+        except (WorkerDied, ClosedError):  # it is noticed where it is listened for, and sent again then
             return
 
     def withdraw(self, worker: int) -> int:

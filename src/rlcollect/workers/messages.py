@@ -15,12 +15,12 @@ from rlcollect.layout import Leaf
 from rlcollect.memory.shared import SlotPlan
 from rlcollect.options import How, What, Where
 from rlcollect.stats import TimeShares
+from rlcollect.weights.form import WeightsForm
 
 __all__ = [
     "Abandon",
     "AttachInterruptor",
     "AttachSlots",
-    "AttachWeights",
     "Build",
     "Close",
     "Collect",
@@ -33,7 +33,9 @@ __all__ = [
     "Run",
     "Save",
     "Saved",
+    "SchemeMessage",
     "Seed",
+    "Take",
     "Withdrawn",
 ]
 
@@ -48,10 +50,12 @@ class Command:
     Attributes:
         title: what it is called in errors.
         is_plain: whether it holds nothing of the user's.
+        is_news: whether one that was not sent yet is made up for by the next.
     """
 
     title: ClassVar[str] = "command"
     is_plain: ClassVar[bool] = False
+    is_news: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ class Build(Command):
         warmup: random frames that each of its lanes still owes; None: its share of them all.
         weights: that were loaded into a worker's policy from a state; None: none were.
         version: of the weights that it begins with.
+        receiver: by which weights come to it; None: they do not.
+        models: paths of what takes weights beside the policy.
+        by_step: whether it takes weights between two steps too.
     """
 
     create_env_fn: Any
@@ -98,6 +105,9 @@ class Build(Command):
     warmup: tuple[int, ...] | None = None
     weights: Mapping[str, Any] | None = None
     version: int = 0
+    receiver: Any = None
+    models: tuple[str, ...] = ()
+    by_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,16 +124,21 @@ class AttachSlots(Command):
 
 
 @dataclass(frozen=True)
-class AttachWeights(Command):
-    """Take weights from shared memory. Answer: None.
+class SchemeMessage(Command):
+    """A message of a scheme's sender. Answer: None; nobody waits for it, and the next may come in its place.
 
     Attributes:
-        leaves: what lies there.
-        nbytes: how large it is.
+        content: for the receiver.
     """
 
-    leaves: Sequence[Leaf]
-    nbytes: int
+    title: ClassVar[str] = "weights"
+    is_news: ClassVar[bool] = True
+    content: Any
+
+
+@dataclass(frozen=True)
+class Take(Command):
+    """Take the newest weights now. Answer: the version of those that act."""
 
 
 @dataclass(frozen=True)
@@ -248,9 +263,7 @@ class Facts:
         env_state_keys: what that holds of its environments.
         policy: how the policy is called, in words.
         policy_device: where it computes.
-        weights: the tensors that it computes with.
-        kept: those that the policy itself changes, and that stay the worker's own.
-        names: all names that a state dict of the policy has.
+        forms: what weights its models take: "policy", and those whose paths it was given.
         processes: how many the environments have started.
         warmup: random frames that each lane owes.
     """
@@ -268,9 +281,7 @@ class Facts:
     env_state_keys: tuple[str, ...]
     policy: str
     policy_device: str
-    weights: tuple[Leaf, ...]
-    kept: tuple[str, ...]
-    names: tuple[str, ...]
+    forms: Mapping[str, WeightsForm]
     processes: int
     warmup: tuple[int, ...] = ()
 
@@ -377,7 +388,8 @@ class Collected:
         batch: where it does not lie in shared memory.
         report: how the worker is doing.
         number: how many rollouts the worker has made, with this one.
-        version: of the weights that it was made with.
+        version: of the weights that it was made with, the last.
+        versions: how many frames each version made; -1: chance.
         finished: when it was done, by the machine's monotonic clock, in nanoseconds.
     """
 
@@ -388,6 +400,7 @@ class Collected:
     report: Report
     number: int
     version: int
+    versions: tuple[tuple[int, int], ...]
     finished: int
 
     @property

@@ -18,12 +18,12 @@ from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
     AttachInterruptor,
     AttachSlots,
-    AttachWeights,
     Build,
     Collect,
     Collected,
     Command,
     Run,
+    SchemeMessage,
     Withdrawn,
 )
 from rlcollect.workers.worker import STAGES, Worker
@@ -64,7 +64,12 @@ def packed_builds(builds: Sequence[Build]) -> list[Build]:
             for name in names:
                 once(getattr(options, name), name)
     return [
-        replace(build, create_env_fn=once(build.create_env_fn, "create_env_fn"), policy=once(build.policy, "policy"))
+        replace(
+            build,
+            create_env_fn=once(build.create_env_fn, "create_env_fn"),
+            policy=once(build.policy, "policy"),
+            receiver=once(build.receiver, "weight_sync_schemes"),
+        )
         for build in builds
     ]
 
@@ -96,6 +101,7 @@ class _Process:
         self._row = row
         self._worker: Worker | HostedWorker | None = None
         self._stops = Stops(row.is_to_stop, row.live)
+        self._early: list[tuple[SchemeMessage, Sequence[int]]] = []
         self.is_over = False
         self._ends_by_failure = False
         torch.set_num_threads(threads)
@@ -114,8 +120,9 @@ class _Process:
     def _handled(self, command: Command, descriptors: Sequence[int]) -> Any:
         if isinstance(command, Build):
             self._row.enter("importing what it was sent")
-            policy = None if command.policy is None else unpacked(command.policy)
-            build = replace(command, create_env_fn=unpacked(command.create_env_fn), policy=policy)
+            sent = {name: getattr(command, name) for name in ("create_env_fn", "policy", "receiver")}
+            made: dict[str, Any] = {name: None if data is None else unpacked(data) for name, data in sent.items()}
+            build = replace(command, **made)
             kind: Any = Worker if build.kind is None else HostedWorker
             self._worker = kind(
                 build,
@@ -126,12 +133,17 @@ class _Process:
                 keeping=Keeping(self._row),
             )
             self._ends_by_failure = build.keeps
+            for early, attached in self._early:
+                self._worker.taking.accept(early.content, attached)
             return self._worker.facts
+        if isinstance(command, SchemeMessage) and self._worker is None:
+            self._early.append((command, descriptors))  # from another thread, before this worker is built
+            return None
         assert self._worker is not None
         if isinstance(command, AttachSlots):
             return self._worker.attach_slots(command, Arena.attached(descriptors[0], command.plan.nbytes))
-        if isinstance(command, AttachWeights):
-            return self._worker.taking.attach(command, Arena.attached(descriptors[0], command.nbytes))
+        if isinstance(command, SchemeMessage):
+            return self._worker.taking.accept(command.content, descriptors)
         if isinstance(command, AttachInterruptor):
             return self._stops.attach(Arena.attached(descriptors[0], command.nbytes))
         result = self._worker.handle(command)

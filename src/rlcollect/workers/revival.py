@@ -14,7 +14,7 @@ from rlcollect.workers.messages import Build, Command, Facts, Load, Seed
 
 __all__ = ["Attachment", "Revival", "owed"]
 
-Attachment = tuple[Command, int]  # with the file descriptor that goes with it
+Attachment = tuple[Command, Sequence[int]]  # with the file descriptors that go with it
 
 
 class Revival:
@@ -100,9 +100,9 @@ class Revival:
             version=loaded.get("policy_version", 0),
         )
 
-    def afterwards(self, worker: int) -> list[tuple[Command, Sequence[int]]]:
+    def afterwards(self, worker: int) -> list[Attachment]:
         """What it is told then, with file descriptors: where to write to and to take weights from, and its seed."""
-        told: list[tuple[Command, Sequence[int]]] = [(command, [fd]) for command, fd in self._attachments(worker)]
+        told = [*self._attachments(worker)]
         if worker in self._seeds:
             told.append((replace(self._seeds[worker], generation=self._restarts.counts[worker]), ()))
         return told

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 
 from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.shared import MemberSource
@@ -21,8 +22,9 @@ from rlcollect.memory.slots import Slot
 from rlcollect.options import Sink
 from rlcollect.rollout.build import build_engine, make_driver
 from rlcollect.rollout.engine import STATE_KEYS, shares_of
-from rlcollect.rollout.policy.intake import take_in, weights_of
+from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import seed_globals
+from rlcollect.weights.naming import weights_of
 from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
@@ -41,7 +43,9 @@ from rlcollect.workers.messages import (
     Save,
     Saved,
     Seed,
+    Take,
 )
+from rlcollect.workers.models import ENV, HOOKS, find_models
 from rlcollect.workers.taking import Taking
 
 __all__ = ["STAGES", "Worker"]
@@ -100,12 +104,13 @@ class Worker:
             seed_globals(build.seed, build.worker, build.generation)
         enter("building the policy")
         self.acting = take_in(build.policy, build.how, build.where.placement.policy, worker=build.worker)
-        self.taking = Taking(self.acting, is_alone=is_alone)
+        self.taking = Taking(self.acting, build.receiver)
         enter("building its environments")
         self.driver = make_driver(
             build.create_env_fn, build.what, build.where, worker=build.worker, before_reset=self._before_reset
         )
         try:
+            self.taking.look_after({path: self.find(path) for path in build.models})
             enter("planning the policy")
             what = self._own_share()
             lanes = self.driver.num_lanes * build.share
@@ -131,6 +136,8 @@ class Worker:
         if build.weights is not None:
             self.acting.load(build.weights, strict=False)
         self.engine.policy_version = build.version
+        if build.by_step:
+            self.engine.newer = self.taking.take
         if build.warmup is not None:
             self.engine.warmup_left = np.array(build.warmup, np.int64)
         self._stops = stops
@@ -151,8 +158,15 @@ class Worker:
             Save: self._save,
             Load: self._load,
             Run: self._run,
+            Take: self._take,
             Close: self._close,
         }
+
+    def find(self, path: str) -> list[nn.Module]:
+        """The modules of a model that is not the policy; see `find_models`."""
+        how = self._build.how
+        hooks = {name: [getattr(how, name)] for name in HOOKS}
+        return find_models(path, {ENV: self.driver.envs, **hooks})
 
     def _before_reset(self) -> None:
         self._enter("resetting its environments for the first time")
@@ -184,9 +198,7 @@ class Worker:
             env_state_keys=tuple(driver.state_dict()),
             policy=text,
             policy_device=str(self.acting.device),
-            weights=self.taking.leaves,
-            kept=tuple(sorted(self.acting.own)),
-            names=self.taking.names,
+            forms=self.taking.forms,
             processes=len(multiprocessing.active_children()) if self._is_alone else 0,
             warmup=tuple(self.engine.warmup_owed.tolist()),
         )
@@ -209,9 +221,7 @@ class Worker:
     def _collect(self, command: Collect) -> Collected:
         build, engine = self._build, self.engine
         self._owed = command.number, engine.warmup_owed
-        self._enter("taking new weights")
-        if (version := self.taking.take()) is not None:
-            engine.policy_version = version
+        self._take()
         if build.how.pre_collect_hook is not None:
             self._hook(build.how.pre_collect_hook)
         if self._slots is not None:
@@ -231,8 +241,14 @@ class Worker:
             self._hook(build.how.post_collect_hook, batch.copy() if self._slots is not None else batch)
         made = int(batch.batch_size[-1])
         kept, room = (batch, made) if self._slots is None else (None, self._slots.taken)
-        numbers = self._rollouts, engine.policy_version
+        numbers = self._rollouts, engine.policy_version, engine.versions
         return Collected(made, room, engine.frames, kept, self.report(), *numbers, time.monotonic_ns())
+
+    def _take(self, command: Take | None = None) -> int:  # noqa: ARG002
+        self._enter("taking new weights")
+        if (version := self.taking.take()) is not None:
+            self.engine.policy_version = version
+        return self.engine.policy_version
 
     def _hook(self, hook: Callable[..., Any], *arguments: Any) -> None:
         self._enter("running a hook")
@@ -275,11 +291,11 @@ class Worker:
         return {name: tensor for name, tensor in weights.items() if name in self.acting.own}
 
     def _load(self, command: Load) -> Report:
+        self._take()  # of other models; what is of the state comes afterwards
         self._enter("saving or loading a state")
         self.engine.load_state_dict(command.state)
         if "weights" in command.state:
             self.acting.load(command.state["weights"], strict=False)
-        self.taking.skip()  # what was published before; what is of the state comes afterwards
         return self.report()
 
     def _close(self, command: Close) -> None:  # noqa: ARG002

@@ -1,0 +1,217 @@
+"""What every collector is before it makes anything: one constructor, workers that are started once and ended once.
+
+The constructor is flat, and made from the fields of the value objects in `options`: nothing is declared here twice.
+A kind says which of them it takes (`option_kinds`), and where its workers are and how their rollouts become batches
+(`_start`).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import torch
+
+from rlcollect.collectors.crew import USUAL, Crew
+from rlcollect.collectors.gather import Gather
+from rlcollect.collectors.posting import Poster
+from rlcollect.collectors.schemes import Schemes
+from rlcollect.collectors.signature import described, signature_of
+from rlcollect.collectors.updates import Updates
+from rlcollect.errors import ClosedError, WorkerDied, WorkerTimeout
+from rlcollect.failures import is_interrupt
+from rlcollect.options import How, Sink, Sync, What, Where, parse_options
+from rlcollect.rollout.build import whole_steps
+from rlcollect.stats import Threads
+from rlcollect.workers.messages import Facts
+
+__all__ = ["DeathCloses", "Guard", "Opened", "Started"]
+
+
+class _State(enum.Enum):
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a kind has when its workers are there.
+
+    Attributes:
+        crew: the workers.
+        facts: what each said of itself.
+        gather: how their rollouts become batches.
+        share: how many of them make a batch together.
+        devices: where batches of each worker are delivered; None: where they are made.
+        poster: how weights get to them.
+        close: ends everything.
+        threads: that torch computes with; None: as the program has it.
+    """
+
+    crew: Crew
+    facts: Sequence[Facts]
+    gather: Gather
+    share: int
+    devices: Sequence[torch.device | None]
+    poster: Poster
+    close: Callable[[], None]
+    threads: Threads | None = None
+
+
+class Opened(abc.ABC):
+    """Constructed, open, closed.
+
+    Attributes:
+        policy: as it was passed, or the one that a factory made here.
+        num_envs: lanes of a worker.
+    """
+
+    option_kinds: ClassVar[tuple[type, ...]] = (What, Where, How, Sink, Sync)
+    _about: ClassVar[str] = ""  # the docstring as written
+
+    def __init_subclass__(cls) -> None:
+        """Gives a kind its signature and the description of its options, from their declarations."""
+        super().__init_subclass__()
+        cls.__signature__ = signature_of(cls.option_kinds)  # type: ignore[attr-defined]
+        if "__doc__" in vars(cls) and cls.__doc__:
+            cls._about = inspect.cleandoc(cls.__doc__)
+        cls.__doc__ = f"{cls._about}\n\nOptions:\n{described(cls.option_kinds)}"
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        parsed = parse_options(type(self).__name__, self.option_kinds, options)
+        self._options = parsed
+        self._what: What = parsed[What]
+        self._where: Where = parsed[Where]
+        self._how: How = parsed[How]
+        self._sink: Sink = parsed[Sink]
+        self._sync: Sync = parsed[Sync]
+        self._schemes = Schemes(self._sync)
+        self.policy: Any = policy
+        started = self._start(create_env_fn, policy)
+        self._started = started
+        self._crew = started.crew
+        self._facts = started.facts
+        self._gather = started.gather
+        try:
+            self.num_envs = self._facts[0].num_lanes
+            self._lanes = self.num_envs * started.share  # that make a batch together
+            self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self._lanes)
+            self._total_steps = self._counted_total()
+            self._updates = self._synchronised(started.poster)
+        except BaseException:
+            started.close()
+            raise
+        self._state = _State.OPEN
+        self._abandoned = weakref.finalize(self, _close_abandoned, started.close, type(self).__name__)
+
+    def _synchronised(self, poster: Poster) -> Updates:
+        """What brings new weights to the workers."""
+        devices = [torch.device(facts.policy_device) for facts in self._facts]
+        return Updates(
+            self._schemes,
+            poster,
+            postproc=self._sink.postproc,  # type: ignore[arg-type] # a tuple, by now
+            devices=devices,
+            published=self._gather.published,
+            refuses_worker_ids=self._gather.refuses_worker_ids,
+        )
+
+    @abc.abstractmethod
+    def _start(self, create_env_fn: Any, policy: Any) -> Started:
+        """Starts the workers. What is open is closed again if that fails."""
+
+    def _counted_total(self) -> int | None:
+        if self._what.total_frames == -1:
+            return None
+        return whole_steps("total_frames", self._what.total_frames, self._lanes)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers make frames."""
+        return len(self._facts)
+
+    def _asked(self, commands: Mapping[int, Any], timeout: float | None = USUAL) -> list[Any]:
+        """What workers answer; the death of one closes the collector."""
+        try:
+            return self._crew.ask(commands, timeout=timeout)
+        except BaseException as error:
+            if isinstance(error, WorkerDied) or self._crew.pool.is_spent:
+                self.shutdown()
+            raise
+
+    # --- closing ---
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._state is _State.CLOSED
+
+    def shutdown(self) -> None:
+        """Ends the workers and closes the environments that were made for this collector. Safe to call again."""
+        if self._state is _State.CLOSED:
+            return
+        self._state = _State.CLOSED
+        self._abandoned.detach()
+        self._gather.forget()
+        self._updates.close()
+        self._started.close()
+
+    def _check_open(self) -> None:
+        if self._state is _State.CLOSED:
+            raise ClosedError(f"This {type(self).__name__} was shut down, and makes no more frames. Make a new one.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+class Guard:
+    """Around all that makes frames: an error closes the collector; a time-out or a Ctrl-C does not.
+
+    A class: a generator, interrupted in `contextlib`, would be closed like one that failed.
+    """
+
+    def __init__(self, collector: Opened, spares: type[Exception] = WorkerTimeout) -> None:
+        self._collector = collector
+        self._spares = WorkerTimeout, spares  # errors after which it stays open
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not (isinstance(error, self._spares) or is_interrupt(error)):
+            self._collector.shutdown()
+
+
+class DeathCloses:
+    """What goes wrong with workers closes the collector; a refused argument does not."""
+
+    def __init__(self, collector: Opened) -> None:
+        self._close: Callable[[], None] = collector.shutdown
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, WorkerDied):
+            self._close()
+
+
+def _close_abandoned(close: Callable[[], None], name: str) -> None:
+    close()
+    warnings.warn(f"A {name} was never shut down; use `with`, or call shutdown().", ResourceWarning, stacklevel=2)
