@@ -15,12 +15,12 @@ from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
 from rlcollect import Collector, EnvError, ExplorationType, OptionError, SpaceError, WorkerError
-from rlcollect.options import How, Sink, What, Where, option_fields
+from rlcollect.options import How, Sink, Sync, What, Where, option_fields
 from rlcollect.testing import Counter, Reuser, Tagged, check_batch
 from tests.collectors.helpers import after, checked, counters, flag, joined, seen
 from tests.naming import named
 
-OPTIONS = option_fields([What, Where, How, Sink])
+OPTIONS = option_fields([What, Where, How, Sink, Sync])
 
 
 def leaves(batch):
@@ -258,7 +258,7 @@ class TestASequenceOfOne:
 
 
 class TestNamesFromElsewhere:
-    @pytest.mark.parametrize("name", ["replay_buffer", "weight_updater", "trajs_per_batch"])
+    @pytest.mark.parametrize("name", ["replay_buffer", "extend_buffer", "trajs_per_batch"])
     def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
         with pytest.raises(OptionError, match=f"{name}.*not have it yet"):
             Collector(Counter, frames_per_batch=4, **{name: None})

@@ -265,6 +265,7 @@ class TestBuffersThatThePolicyChanges:
 
 
 @kinds
+@pytest.mark.filterwarnings("ignore:No weights were sent")
 class TestWithoutAPolicyHere:
     def test_says_what_to_pass(self, kind):
         with of_kind(kind, policy_factory=Mixed) as collector:

@@ -10,8 +10,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from rlcollect import MultiAsyncCollector, MultiSyncCollector, PolicyError
-from rlcollect.rollout.policy.held import held_modules
 from rlcollect.testing import Echo
+from rlcollect.weights.held import held_modules
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -22,6 +22,7 @@ from rlcollect.options import How, What, Where
 from rlcollect.processes.crossing import Parcel
 from rlcollect.processes.launch import default_method
 from rlcollect.testing import Breaker, Counter, check_batch
+from rlcollect.weights.form import WeightsForm
 from rlcollect.workers.inline import InlinePool
 from rlcollect.workers.messages import Build, Close, Collect, Collected, Facts, Load, Reset, Run, Save, Seed, Withdrawn
 from rlcollect.workers.process import packed_builds, start_pool
@@ -168,17 +169,18 @@ class TestEveryPool:
             assert isinstance(each, Facts)
             assert (each.num_lanes, each.lead) == (LANES, (LANES,))
             assert each.action_space == Counter().action_space
-            assert {leaf.key[0]: (leaf.shape, leaf.dtype) for leaf in each.weights} == {
+            (form,) = each.forms.values()
+            assert {leaf.key[0]: (leaf.shape, leaf.dtype) for leaf in form.leaves} == {
                 "weight": ((2,), torch.float32),
                 "shift": ((), torch.int64),
             }
-            assert {*each.names} == {"weight", "shift"}
+            assert {*form.names} == {"weight", "shift"}
             assert each.policy_device == "cpu"
-            assert (each.kept, each.may_deliver_short) == ((), False)
+            assert (form.kept, each.may_deliver_short) == ((), False)
 
     def test_build_of_random_actions(self, driven):
         for facts in driven.build():
-            assert (facts.weights, facts.names) == ((), ())
+            assert facts.forms == {"policy": WeightsForm()}
 
     @pytest.mark.parametrize("where", ["constructor", "reset"])
     def test_build_that_fails(self, driven, where):
