@@ -14,6 +14,7 @@ for name in (
     "vector_environments",
     "frames",
     "workers",
+    "weights",
     "process_vector_env",
     "stragglers",
     "import_time",
