@@ -1086,7 +1086,7 @@ class TestScripts:
         assert err.count("Traceback") == 1
         assert "ResourceWarning" not in err
 
-    @pytest.mark.parametrize("inside", [True, False])
+    @pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
     def test_one_that_gets_ctrl_c(self, inside):
         body = (
             "with collector() as c:\n    print('ready', flush=True)\n    for batch in c: pass"

@@ -857,6 +857,7 @@ class TestWhatAReviewFound:
         with connected(scheme, net, method=method):
             scheme.send(net(1))
 
+    @pytest.mark.slow  # another interpreter, for one number
     def test_the_number_of_a_receiver_goes_with_the_scheme(self):
         scheme = SharedMemWeightSyncScheme()
         scheme.init_on_sender("policy", model=net(), num_workers=2)

@@ -548,7 +548,7 @@ class TestOptions:
 
 def test_a_state_has_one_rollout_of_a_worker_in_each_batch():
     """A worker that was late may have made another one; with those of all there are more than a batch has room for."""
-    slow, late = (*[0] * 4, *[300] * 4), (*[20] * 4, *[0] * 40)
+    slow, late = (*[0] * 4, *[300] * 4), (*[90] * 4, *[0] * 40)
     options = {"frames_per_batch": 12, "preemptive_threshold": 0.6, "stragglers": "continue"}
     with MultiSyncCollector(makers([slow, slow, late]), counting, timeout=0.6, **options) as collector:
         assert collector.next()["collector", "worker"][:, 0].tolist() == [0, 1]
