@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
-import uuid
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -42,6 +42,7 @@ KINDS = [MultiSyncCollector, MultiAsyncCollector]
 RESTART = {"on_worker_failure": "restart", "timeout": 60}
 LENGTH = 7
 PREFIX = 40
+LIVES = itertools.count()  # of this process
 
 
 class Life(gym.Env):
@@ -54,11 +55,11 @@ class Life(gym.Env):
         wait: seconds of a step.
     """
 
-    observation_space = spaces.Box(0, 2**20, (3,), np.float32)
+    observation_space = spaces.Box(0, 2**24, (3,), np.float32)
     action_space = spaces.Discrete(2)
 
     def __init__(self, *, rate=0.0, once=None, at=0, how=None, wait=0.0):
-        self.life = uuid.uuid4().int % 2**20
+        self.life = os.getpid() % 2**20 * 16 + next(LIVES) % 16  # drawn at random, a thousand would meet by chance
         self.random = random.Random(self.life)
         self.rate, self.at, self.how, self.wait = rate, at, how, wait
         self.is_first = once is None
