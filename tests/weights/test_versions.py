@@ -162,6 +162,23 @@ class TestWaiting:
             assert acting(collector) == [2] * collector.num_workers
             assert not collector.closed
 
+    @kinds
+    def test_is_for_the_weights_and_not_for_their_number(self, kind, monkeypatch):
+        """The number is given before the weights are sent: who waits must not go on between the two."""
+        with of_kind(kind) as collector:
+            post = collector._updates._poster.post
+
+            def slowly(fitted, version):
+                time.sleep(0.1)
+                post(fitted, version)
+
+            monkeypatch.setattr(collector._updates._poster, "post", slowly)
+            timer = threading.Timer(0.02, collector.update_policy_weights_, [weights(1)])
+            timer.start()
+            collector.wait_for_version(1, timeout=LONG)
+            assert acting(collector) == [1] * collector.num_workers
+            timer.join()
+
 
 class TestAWorkerThatSleeps:
     def test_holds_up_neither_an_update_nor_the_others_and_is_named_when_it_is_late(self):

@@ -294,8 +294,12 @@ class Updates:
             OptionError: there is no time limit, and it may never come.
             TimeoutError: it has not come in time.
         """
-        if version <= self.version:
+        if version > self.version:
+            self._wait_for(version, timeout)
+        with self._lock:  # a number is given before its weights are sent
             return
+
+    def _wait_for(self, version: int, timeout: float | None) -> None:
         if timeout is None:
             raise OptionError(
                 f"Version {version} was not published yet; the newest is {self.version}. Pass timeout= if another "
