@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from tensordict import TensorDictBase
 
-from rlcollect.collectors.admission import Admission
+from rlcollect.collectors.admission import Unbounded
 from rlcollect.collectors.crew import Arrival, Crew
 from rlcollect.collectors.gather import FromProcesses, Made, needed, versions_of
 from rlcollect.collectors.joining import batch_of, put_together
@@ -90,7 +90,7 @@ class FirstReady(_AsReady):
         groups: the memory they write to; None: batches cross as they are.
         full: frames of a full rollout.
         same: whether the memory itself is delivered.
-        admission: keeps weights from getting too old; None: they may.
+        admission: keeps weights from getting too old.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class FirstReady(_AsReady):
         *,
         full: int,
         same: bool,
-        admission: Admission | None = None,
+        admission: Unbounded,
     ) -> None:
         super().__init__(crew, facts, groups, full=full, same=same)
         self._admission = admission
-        self.refuses_worker_ids = None if admission is None else "max_policy_lag=: each version is for all workers."
+        self.refuses_worker_ids = admission.refuses_worker_ids
 
     def next(self, steps: int, left: int | None, *, extra: bool = False) -> Made:
         """See `Gather`."""
@@ -117,8 +117,7 @@ class FirstReady(_AsReady):
             self.drop()
         self._shown = None
         self._crew.look()
-        if self._admission is not None:
-            self._admission.spare = int(extra)
+        self._admission.spare = int(extra)
         self._grant(steps, left, self._free())
         if self._groups is not None and self._same is None and self._first() is None:
             self._groups.prepare(self._full // self._facts[0].num_lanes, self._groups.single)
@@ -130,8 +129,7 @@ class FirstReady(_AsReady):
         batch = self._owned(arrival) if self._same is None else self._as_it_is(arrival, self._same)
         with Held():
             self.finished = _made_of(arrival, batch)
-            if self._admission is not None:
-                self._admission.deliver(arrival.command.number)
+            self._admission.deliver(arrival.command.number)
             del self._crew.arrived[place]
             self._shown = None if self._same is None else arrival.command.group
         if self._same is None:
@@ -139,13 +137,12 @@ class FirstReady(_AsReady):
         return self.finished
 
     def _admits(self) -> bool:
-        return self._admission is None or self._admission.admits()
+        return self._admission.admits()
 
     def _begin(self, worker: int, command: Collect) -> int:
         with Held():  # or one would be made that nobody counts
             number = super()._begin(worker, command)
-            if self._admission is not None:
-                self._admission.begin(number)
+            self._admission.begin(number)
         return number
 
     def _wait_for_admission(self, steps: int, left: int | None) -> None:
@@ -156,7 +153,6 @@ class FirstReady(_AsReady):
         """
         deadline = time.monotonic() + self._crew.patience(PATIENCE)
         while not (self._crew.under_way or self._crew.arrived):
-            assert self._admission is not None
             if time.monotonic() >= deadline:
                 raise WorkerTimeout(self._admission.why_none, workers=())
             time.sleep(ASKED_EACH)
@@ -164,35 +160,31 @@ class FirstReady(_AsReady):
 
     def published(self, version: int) -> None:
         """See `Gather`."""
-        if self._admission is not None:
-            self._admission.published(version)
+        self._admission.published(version)
 
     def _first(self) -> int | None:
         """The place of the rollout that is delivered next: a shorter one, which is granted last, after all others."""
         first: dict[int, int] = {}  # of each worker: its own come in order
         for place, arrival in enumerate(self._crew.arrived):
             first.setdefault(arrival.worker, place)
-            if self._is_full(arrival.worker, arrival.command) and self._may_come(first[arrival.worker]):
+            oldest = self._crew.arrived[first[arrival.worker]]
+            is_full = self._is_full(arrival.worker, arrival.command)
+            if is_full and self._admission.may_come(oldest.command.number):
                 return first[arrival.worker]
         return 0 if self._crew.arrived and not self._crew.under_way else None
 
-    def _may_come(self, place: int) -> bool:
-        return self._admission is None or self._admission.may_come(self._crew.arrived[place].command.number)
-
     def _clear(self) -> None:
         super()._clear()
-        if self._admission is not None:
-            self._admission.lose()
+        self._admission.lose()
 
     @property
     def behind(self) -> int:
         """See `Gather`."""
-        return 0 if self._admission is None else self._admission.behind
+        return self._admission.behind
 
     def go_on(self, version: int, behind: int) -> None:
         """See `Gather`."""
-        if self._admission is not None:
-            self._admission.go_on(version, behind)
+        self._admission.go_on(version, behind)
 
     def _owned(self, arrival: Arrival) -> TensorDictBase:
         """The batch, in memory of its own."""
@@ -211,8 +203,7 @@ class FirstReady(_AsReady):
     def made(self, rollouts: Sequence[int]) -> list[Made]:
         """See `Gather`. What a worker has made since it saved its state is not in it."""
         arrived = [each for each in self._crew.arrived if each.rollout.number <= rollouts[each.worker]]
-        if self._admission is not None:  # in their turn: none overtakes another
-            arrived.sort(key=lambda arrival: arrival.command.number)
+        arrived.sort(key=lambda arrival: self._admission.turn(arrival.command.number))
         return [_made_of(arrival, self._owned(arrival)) for arrival in arrived]
 
 

@@ -111,7 +111,26 @@ class Gather(Protocol):
         """No batch will be asked for: keeps no memory."""
 
 
-class OneInline:
+class _Uncounted:
+    """What most ways to gather have in common: batches are as long as was asked and in time, and nobody counts them."""
+
+    cuts_short: str | None = None
+    can_be_late = False
+    refuses_worker_ids: str | None = None
+
+    @property
+    def behind(self) -> int:
+        """See `Gather`."""
+        return 0
+
+    def go_on(self, version: int, behind: int) -> None:
+        """See `Gather`."""
+
+    def published(self, version: int) -> None:
+        """See `Gather`."""
+
+
+class OneInline(_Uncounted):
     """The one worker there is makes a rollout while it is waited for.
 
     Args:
@@ -120,9 +139,6 @@ class OneInline:
     """
 
     keeps = False  # it may have been changed when its delivery was broken off, and new episodes cost nothing here
-    cuts_short: str | None = None
-    can_be_late = False
-    refuses_worker_ids: str | None = None
 
     def __init__(self, crew: Crew, forget: Callable[[], None]) -> None:
         self._crew = crew
@@ -144,17 +160,6 @@ class OneInline:
         rollout = arrived[0].rollout
         assert rollout.batch is not None
         return Made(rollout.batch, rollout.frames, versions=rollout.versions)
-
-    @property
-    def behind(self) -> int:
-        """See `Gather`: nobody counts."""
-        return 0
-
-    def go_on(self, version: int, behind: int) -> None:
-        """See `Gather`."""
-
-    def published(self, version: int) -> None:
-        """See `Gather`."""
 
     def pause(self) -> None:
         """See `Gather`: there is nothing."""
@@ -179,7 +184,7 @@ class OneInline:
         """See `Gather`: memory is the worker's."""
 
 
-class FromProcesses:
+class FromProcesses(_Uncounted):
     """What ways to gather from worker processes have in common: batches are kept until they are delivered.
 
     Args:
@@ -191,9 +196,6 @@ class FromProcesses:
     """
 
     keeps = True
-    cuts_short: str | None = None
-    can_be_late = False
-    refuses_worker_ids: str | None = None
 
     def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool) -> None:
         self.is_under_way = False
@@ -204,17 +206,6 @@ class FromProcesses:
         self._full = full
         self._same = SameBatch[TensorDictBase]() if same else None
         self._is_dropping = False
-
-    @property
-    def behind(self) -> int:
-        """See `Gather`: nobody counts."""
-        return 0
-
-    def go_on(self, version: int, behind: int) -> None:
-        """See `Gather`."""
-
-    def published(self, version: int) -> None:
-        """See `Gather`."""
 
     def drop(self) -> None:
         """See `Gather`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlcollect.collectors.admission import Admission
+from rlcollect.collectors.admission import Admission, Unbounded
 from rlcollect.collectors.arguments import lane_indices
 from rlcollect.collectors.as_ready import AHEAD, FirstReady, Quorum
 from rlcollect.collectors.crew import Crew
@@ -124,11 +124,11 @@ class MultiAsyncCollector(InProcesses):
         form: dict[str, Any] = {"full": self._full_frames(facts), "same": self._sink.return_same_td}
         return FirstReady(crew, facts, groups, admission=self._admission(), **form)
 
-    def _admission(self) -> Admission | None:
-        """What keeps the weights of batches from getting too old; None: nothing has to."""
+    def _admission(self) -> Unbounded:
+        """What keeps the weights of batches from getting too old."""
         staleness: Staleness = self._options[Staleness]
         if staleness.max_policy_lag is None:
-            return None
+            return Unbounded()
         if POLICY not in self._schemes.moving:
             raise OptionError("max_policy_lag= needs a policy whose weights are sent; a NoWeightSyncScheme sends none.")
         return Admission(staleness.max_policy_lag, staleness.batches_per_version)

@@ -265,8 +265,8 @@ class Posting:
     def forget_policy(self, version: int) -> None:
         """What was published of the policy is not wanted any more; other models' weights have this version now."""
         if self._sender is not None:
-            others = [leaf.under(model).key for model in self._forms for leaf in self._forms[model].leaves]
-            self._sender.begin_anew([key for key in others if key[0] != POLICY], version)
+            others = [(model, form) for model, form in self._forms.items() if model != POLICY]
+            self._sender.begin_anew([leaf.under(model).key for model, form in others for leaf in form.leaves], version)
 
     def attachments(self, worker: int) -> list[tuple[Command, Sequence[int]]]:
         """What a worker that comes in the place of another is told, to have the newest weights; with descriptors."""

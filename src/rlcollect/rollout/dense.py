@@ -71,7 +71,7 @@ class DenseEngine(Engine):
         self._births = self.steps - self.episodes.ages
         made = self._make(slot, steps)
         self._fill(slot.arrays, made)
-        self._random.finish(made if self._policy is None else min(made, int(self.warmup_left.max())))
+        self._random.finish(made if self._policy is None else min(made, self._random_in_some))
         self.steps += made
         self.warmup_left = np.maximum(self.warmup_left - made, 0)
         return made
@@ -101,9 +101,8 @@ class DenseEngine(Engine):
 
     def _open_window(self, start: int, stop: int) -> None:
         super()._open_window(start, stop)
-        warmup = int(self.warmup_left.max())
-        if self._policy is not None and start < warmup:
-            self._mixed = MixedActor(self._policy, self._random, self.warmup_left == warmup)
+        if self._policy is not None and start < self._random_in_some:
+            self._mixed = MixedActor(self._policy, self._random, self.warmup_left == self._random_in_some)
 
     def _stretch(self, t: int, steps: int) -> tuple[Actor, int]:
         stop = t + 1 if self._is_asked else steps

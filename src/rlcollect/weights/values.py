@@ -69,7 +69,7 @@ class ValueSender:
             self._hand(worker, Message(self._newest[worker]))
 
     def _copy(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", self._dtypes[key], copy=True).contiguous()
+        return tensor.detach().to("cpu", self._dtypes[key], copy=True)
 
     def welcome(self, worker: int) -> Message | None:
         """See `Sender`."""

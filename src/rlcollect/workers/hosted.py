@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from rlcollect.envs.make import is_sequence
 from rlcollect.errors import OptionError
 from rlcollect.failures import relayed
+from rlcollect.rollout.engine import counts_of
 from rlcollect.rollout.episodes import COUNTER_BITS
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import lane_seed, seed_globals
@@ -228,5 +229,4 @@ def _versions_of(batch: TensorDictBase) -> tuple[tuple[int, int], ...]:
     versions, mask = batch.get(("collector", "policy_version"), None), batch.get(("collector", "mask"), None)
     if versions is None:
         return ()
-    found, counts = torch.unique(versions if mask is None else versions[mask], return_counts=True)
-    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
+    return counts_of((versions if mask is None else versions[mask]).cpu().numpy())
