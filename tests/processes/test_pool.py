@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rlcollect.errors import OptionError, WorkerDied, WorkerError
+from rlcollect.errors import ClosedError, OptionError, WorkerDied, WorkerError
 from rlcollect.processes.launch import default_method
-from rlcollect.processes.pool import ProcessPool
+from rlcollect.processes.pool import LET_GO, ProcessPool
 from tests.processes.helpers import (
     STAGES,
     News,
@@ -673,6 +673,40 @@ class TestShutdown:
         assert answer(pool, ("echo", 1)) == 1
         self.ended(pool, processes)
 
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_a_ctrl_c_between_two_steps_of_a_start_leaves_nothing(self, method, at, monkeypatch):
+        """What was made a moment ago has an owner: no socket, no process stays."""
+        pipe, made = multiprocessing.Pipe, []
+
+        def interrupted(duplex):
+            made.append(pipe(duplex))
+            if len(made) == at + 1:
+                signal.raise_signal(signal.SIGINT)
+            return made[-1]
+
+        with pool_of(1, method):  # the server is there
+            pass
+        gc.collect()
+        before = descriptors()
+        monkeypatch.setattr(multiprocessing, "Pipe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            new_pool(2, method)
+        assert len(made) > at
+        made.clear()
+        gc.collect()
+        assert descriptors() == before
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_is_seen_by_each_worker_at_once(self, method):
+        """The copies of the program that came later have nothing open that belongs to others."""
+        with pool_of(3, method) as pool:
+            (pid, *_) = pids(pool)
+            began = time.monotonic()
+            pool.retire(0)
+            assert not is_alive(pid)
+            assert time.monotonic() - began < LET_GO, "it did not see its pipe close, and had to be terminated"
+
     def test_a_start_that_fails_leaves_nothing(self):
         with pytest.raises(OptionError, match="start_method"):
             new_pool(2, method="thread")
@@ -728,6 +762,38 @@ class TestRestart:
             assert pool.submit(0, ("echo", 1), number=number) == number
             (reply,) = replies(pool, 1)
             assert (reply.id, reply.value) == (number, 1)
+
+    def test_another_thread_may_send_meanwhile(self):
+        """Nothing but `ClosedError` is raised, nothing comes before the worker knows where its page is."""
+        errors, is_over, sent = [], threading.Event(), 0
+
+        def send():
+            nonlocal sent
+            while not is_over.is_set():
+                try:
+                    pool.submit(0, News(("echo", sent)))
+                    sent += 1
+                except ClosedError:
+                    continue
+                except BaseException as error:
+                    errors.append(error)
+
+        with pool_of() as pool:
+            thread = threading.Thread(target=send)
+            thread.start()
+            try:
+                for _ in range(10):
+                    pool.restart(0)
+                    time.sleep(0.02)
+            finally:
+                is_over.set()
+                thread.join()
+            assert errors == []
+            assert sent
+            number = pool.submit(0, ("echo", "last"))
+            while not (came := [reply for reply in pool.ready(LONG) if reply.id == number]):
+                pool.done()
+            assert came[0].value == "last"
 
     def test_leaves_nothing_behind(self):
         with pool_of(2) as pool:

@@ -14,6 +14,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -51,7 +52,6 @@ class Started:
         share: how many of them make a batch together.
         devices: where batches of each worker are delivered; None: where they are made.
         poster: how weights get to them.
-        close: ends everything.
         threads: that torch computes with; None: as the program has it.
     """
 
@@ -61,7 +61,6 @@ class Started:
     share: int
     devices: Sequence[torch.device | None]
     poster: Poster
-    close: Callable[[], None]
     threads: Threads | None = None
 
 
@@ -94,22 +93,24 @@ class Opened(abc.ABC):
         self._sync: Sync = parsed[Sync]
         self._schemes = Schemes(self._sync)
         self.policy: Any = policy
-        started = self._start(create_env_fn, policy)
-        self._started = started
-        self._crew = started.crew
-        self._facts = started.facts
-        self._gather = started.gather
+        self._state = _State.CLOSED  # it is not open yet
+        self._ending = ExitStack()  # has an end for all that is begun, from the moment it is begun
+        self._abandoned = weakref.finalize(self, _close_abandoned, self._ending.close, type(self).__name__)
         try:
+            started = self._started = self._start(create_env_fn, policy)
+            self._crew = started.crew
+            self._facts = started.facts
+            self._gather = started.gather
             self.num_envs = self._facts[0].num_lanes
             self._lanes = self.num_envs * started.share  # that make a batch together
             self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self._lanes)
             self._total_steps = self._counted_total()
             self._updates = self._synchronised(started.poster)
         except BaseException:
-            started.close()
+            self._abandoned.detach()
+            self._ending.close()
             raise
         self._state = _State.OPEN
-        self._abandoned = weakref.finalize(self, _close_abandoned, started.close, type(self).__name__)
 
     def _synchronised(self, poster: Poster) -> Updates:
         """What brings new weights to the workers."""
@@ -125,7 +126,7 @@ class Opened(abc.ABC):
 
     @abc.abstractmethod
     def _start(self, create_env_fn: Any, policy: Any) -> Started:
-        """Starts the workers. What is open is closed again if that fails."""
+        """Starts the workers; what it begins it leaves to `_ending`, what is begun last is ended first."""
 
     def _counted_total(self) -> int | None:
         if self._what.total_frames == -1:
@@ -161,7 +162,7 @@ class Opened(abc.ABC):
         self._abandoned.detach()
         self._gather.forget()
         self._updates.close()
-        self._started.close()
+        self._ending.close()
 
     def _check_open(self) -> None:
         if self._state is _State.CLOSED:

@@ -25,6 +25,7 @@ from rlcollect.errors import OptionError, SpaceError
 from rlcollect.memory.shared import Groups, SlotPlan
 from rlcollect.options import How, Sink, Sync, What, Where, Workers, option_fields
 from rlcollect.processes.arena import Arena
+from rlcollect.processes.channel import Held
 from rlcollect.processes.launch import default_method
 from rlcollect.stats import Threads
 from rlcollect.weights.naming import load_weights, module_of
@@ -59,33 +60,28 @@ class InProcesses(BaseCollector):
         self._check_hosted()
         self._check_schemes()
         packed = packed_builds(self._builds(self._sources(create_env_fn), policy))
-        pool = self._pool(len(packed))
-        crew = Crew(pool, options.timeout, is_stopped=self._is_stopped)
         self._attachments: dict[int, list[Attachment]] = {}
-        self._memory = ExitStack()  # that is shared
         self._revival: Revival | None = None
-        ending = ExitStack()  # what is begun last is ended first
-        ending.callback(self._memory.close)
-        ending.callback(pool.shutdown)
-        ending.callback(_dismiss, crew, os.getpid())
-        try:
-            facts = crew.ask(dict(enumerate(packed)), timeout=options.start_timeout, hint=START_HINT)
-            _check_alike(facts)
-            self._attach_interruptor(crew)
-            gather = self._gathered(crew, facts)
-            ending.callback(gather.let_go)
-            self._posting = self._posted(crew, facts, policy)
-            ending.callback(self._posting.let_go)
-            if options.restarts:
-                self._revival = self._revived(packed, facts)
-                pool.last_by(self._revival, facts)
-                crew.tally.restarts, crew.tally.dropped = pool.restarts, pool.dropped
-            threads = self._threads(facts)
-            ending.callback(_restore_threads, threads.main, torch.get_num_threads())
-            torch.set_num_threads(threads.main)
-        except BaseException:
-            ending.close()
-            raise
+        self._memory = self._ending.enter_context(ExitStack())  # that is shared
+        with Held():  # it has its owner before a Ctrl-C comes
+            pool = self._pool(len(packed))
+            self._ending.callback(pool.shutdown)
+        crew = Crew(pool, options.timeout, is_stopped=self._is_stopped)
+        self._ending.callback(_dismiss, crew, os.getpid())
+        facts = crew.ask(dict(enumerate(packed)), timeout=options.start_timeout, hint=START_HINT)
+        _check_alike(facts)
+        self._attach_interruptor(crew)
+        gather = self._gathered(crew, facts)
+        self._ending.callback(gather.let_go)
+        self._posting = self._posted(crew, facts, policy)
+        self._ending.callback(self._posting.let_go)
+        if options.restarts:
+            self._revival = self._revived(packed, facts)
+            pool.last_by(self._revival, facts)
+            crew.tally.restarts, crew.tally.dropped = pool.restarts, pool.dropped
+        threads = self._threads(facts)
+        self._ending.callback(_restore_threads, threads.main, torch.get_num_threads())
+        torch.set_num_threads(threads.main)
         return Started(
             crew=crew,
             facts=facts,
@@ -93,7 +89,6 @@ class InProcesses(BaseCollector):
             share=self._share(len(facts)),
             devices=self._delivery_devices(len(facts)),
             poster=self._posting,
-            close=ending.close,
             threads=threads,
         )
 
@@ -278,8 +273,9 @@ class InProcesses(BaseCollector):
             num_lanes=facts[0].num_lanes if facts[0].lead else None,
             steps=self._full_steps(facts),
         )
-        arena = Arena(plan.nbytes)
-        self._memory.callback(arena.let_go)
+        with Held():
+            arena = Arena(plan.nbytes)
+            self._memory.callback(arena.let_go)
         told = CPU if {where.placement.storing for where in self._wheres(len(facts))} == {CPU} else None
         for worker in range(len(facts)):
             self._attach(crew, worker, AttachSlots(plan, worker if together else 0), arena.fd)

@@ -60,6 +60,7 @@ class Collector(BaseCollector):
                 "MultiSyncCollector and MultiAsyncCollector."
             )
         pool = InlinePool()
+        self._ending.callback(pool.shutdown)
         build = Build(
             create_env_fn,
             policy,
@@ -78,19 +79,13 @@ class Collector(BaseCollector):
         assert pool.worker is not None
         self._worker: Worker = pool.worker
         self.policy = self._worker.acting.given
-        try:
-            poster = InPlace(self._worker, self._schemes.strategies)
-        except BaseException:
-            pool.shutdown()
-            raise
         return Started(
             crew=crew,
             facts=facts,
             gather=OneInline(crew, self._worker.engine.forget_memory),
             share=1,
             devices=[self._delivery_device(self._worker)],
-            poster=poster,
-            close=pool.shutdown,
+            poster=InPlace(self._worker, self._schemes.strategies),
         )
 
     def _delivery_device(self, worker: Worker) -> torch.device | None:

@@ -38,6 +38,9 @@ class Held:
             return
         handler = signal.getsignal(signal.SIGINT)
         if getattr(handler, "__func__", None) is Held._note:  # inside another
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, [signal.SIGINT]
+            )  # whoever was called meanwhile may have let it through
             return
         if handler is not None:  # else it is not Python's, and could not be put back
             self._handler = handler
@@ -165,6 +168,11 @@ class Outbox(Channel):
         self.flush()
 
     @property
+    def is_open(self) -> bool:
+        """Whether it was not closed; it stays as it is for who holds `lock`."""
+        return self._is_open
+
+    @property
     def is_behind(self) -> bool:
         """Whether something waits to be taken."""
         return bool(self._waiting)
@@ -199,6 +207,11 @@ class Outbox(Channel):
 
     def close(self) -> None:
         """What waits is not sent. Safe to call again."""
+        with Held(), self.lock:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Closes it in a copy of the program, where no other thread is, and a lock may be held for good."""
         super().close()
         self._socket.close()
         while self._waiting:

@@ -102,7 +102,7 @@ def launch(
     *,
     name: str,
     preload: str | None = None,
-    inherited: Sequence[Connection[Any, Any]] = (),
+    inherited: Sequence[Callable[[], None]] = (),
 ) -> BaseProcess:
     """Starts a process.
 
@@ -113,7 +113,7 @@ def launch(
         args: picklable.
         name: of the process.
         preload: a module that a server of processes imports, for all that it starts.
-        inherited: what a copy of this process would have open, and is to close: else nobody would see them close here.
+        inherited: closes what a copy of this process would have open: else nobody would see it close here.
 
     Raises:
         OptionError: no such method here.
@@ -136,9 +136,9 @@ def launch(
     return process
 
 
-def _without(inherited: Sequence[Connection[Any, Any]], target: Callable[..., None], *args: Any) -> None:
-    for each in inherited:
-        each.close()
+def _without(inherited: Sequence[Callable[[], None]], target: Callable[..., None], *args: Any) -> None:
+    for close in inherited:
+        close()
     target(*args)
 
 

@@ -80,12 +80,13 @@ class ProcessPool:
         self._page = Arena(Board.nbytes(count))
         self.board = Board(self._page.buffer, stages)
         try:
-            for worker in range(count):
-                process, channel = self._launched(worker)
-                self._processes.append(process)
-                self._channels.append(channel)
-            for worker in range(count):
-                self._welcome(worker)
+            with Held():  # what is made has its owner before a Ctrl-C comes
+                for worker in range(count):
+                    process, channel = self._launched(worker)
+                    self._processes.append(process)
+                    self._channels.append(channel)
+                for worker in range(count):
+                    self._welcome(worker)
         except BaseException:
             self.shutdown()
             raise
@@ -100,7 +101,7 @@ class ProcessPool:
                 (worker, self._stages, self._make),
                 name=f"{self._name}-{worker}",
                 preload=self._preload,
-                inherited=[*[channel.connection for channel in self._channels], here],
+                inherited=[*[channel.let_go for channel in self._channels], here.close],
             )
         return process, Outbox(here)
 
@@ -114,9 +115,11 @@ class ProcessPool:
         """Puts a new process in the place of one: what the old one was doing, or had been sent, is lost."""
         self.retire(worker)
         self.board.begin_anew(worker)
-        self._processes[worker], self._channels[worker] = self._launched(worker)
-        self._retired.discard(worker)
-        self._welcome(worker)
+        process, channel = self._launched(worker)
+        with Held(), channel.lock:  # the first that it hears of is this
+            self._processes[worker], self._channels[worker] = process, channel
+            self._retired.discard(worker)
+            self._welcome(worker)
 
     def retire(self, worker: int) -> None:
         """Ends one worker, which is then neither heard nor waited for. Safe to call again."""
@@ -265,10 +268,12 @@ class ProcessPool:
         if not self._is_open:
             return
         self._is_open = False
+        if os.getpid() != self._owner:  # a copy, in a process that was forked from the program
+            for channel in self._channels:
+                channel.let_go()
+            return
         for channel in self._channels:
             channel.close()
-        if os.getpid() != self._owner:  # a copy, in a process that was forked from the program
-            return
         try:
             self._end([each for worker, each in enumerate(self._processes) if worker not in self._retired], timeout)
         finally:
@@ -293,10 +298,10 @@ class ProcessPool:
 
     def _sent(self, worker: int, message: Any, descriptors: Sequence[int], *, is_news: bool = False) -> None:
         channel = self._channels[worker]
-        if worker in self._retired:
-            raise ClosedError(f"Worker {worker} was ended; start another in its place first.")
         try:
             with Held(), channel.lock:
+                if not channel.is_open:
+                    raise ClosedError(f"Worker {worker} was ended; start another in its place first.")
                 if is_news:
                     channel.send_news(message)
                 else:

@@ -72,7 +72,12 @@ def serve(
     os.environ.update(environ)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
     threading.Thread(target=_end_with_program, daemon=True).start()
-    _Server(Channel(connection), worker, stages, make).run()
+    channel = Channel(connection)
+    try:
+        server = _Server(channel, worker, stages, make)
+    except (EOFError, ConnectionError):  # the program has changed its mind
+        return
+    server.run()
 
 
 def _yield_to_waker() -> None:

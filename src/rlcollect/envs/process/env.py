@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from rlcollect.envs.process.sources import packed_makers
 from rlcollect.envs.process.worker import start_pool
 from rlcollect.errors import ClosedError, OptionError, SpaceError
 from rlcollect.failures import is_interrupt
+from rlcollect.processes.channel import Held
 from rlcollect.processes.launch import default_method
 
 __all__ = ["ProcessVectorEnv"]
@@ -134,9 +136,13 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._has_begun = False
         entropy = fresh_seed()
         builds = [Build(makers[span], span.start, entropy, 0) for span in self._spans]
-        pool = start_pool(workers, start_method or default_method(), count("num_sub_threads", num_sub_threads))
-        self._crew = Crew(pool, builds, limits, restarts)
+        method, threads = start_method or default_method(), count("num_sub_threads", num_sub_threads)
+        ending = ExitStack()
+        self._abandoned = weakref.finalize(self, _close_abandoned, ending.close, type(self).__name__)
         try:
+            with Held():  # they have their owner before a Ctrl-C comes
+                self._crew = Crew(start_pool(workers, method, threads), builds, limits, restarts)
+                ending.callback(self._crew.close, CLOSING)
             facts = self._crew.build()
             self._take(facts)
             plan = Plan.of(self.single_observation_space, self.single_action_space, self.num_envs, workers)
@@ -145,10 +151,10 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
                 memory, self.single_observation_space, self.single_action_space, copy=self.copy
             )
         except BaseException:
-            self._crew.close(0.0)
+            self._abandoned.detach()
+            ending.close()
             raise
         self.closed = False
-        self._abandoned = weakref.finalize(self, _close_abandoned, self._crew, type(self).__name__)
 
     def _take(self, facts: Sequence[Facts]) -> None:
         first = facts[0]
@@ -456,6 +462,6 @@ class _Closing:
             self._env.close()
 
 
-def _close_abandoned(crew: Crew, name: str) -> None:
-    crew.close(CLOSING)
+def _close_abandoned(close: Callable[[], None], name: str) -> None:
+    close()
     warnings.warn(f"A {name} was never closed; use `with`, or call close().", ResourceWarning, stacklevel=2)
