@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,3 +20,17 @@ def forked(request: pytest.FixtureRequest) -> Iterator[None]:
     multiprocessing.set_start_method("fork", force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Several test runners share the cores: torch's threads would wait for each other at every call."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_word_of_tensordicts() -> Iterator[None]:
+    """Some of what tensordict does with lazy stacks leaves "None" there, at which its import in a process fails."""
+    yield
+    if os.environ.get("LAZY_LEGACY_OP") == "None":
+        del os.environ["LAZY_LEGACY_OP"]

@@ -1080,6 +1080,7 @@ class TestScripts:
         assert err.count("Traceback") == 1
         assert err.rstrip().splitlines()[-1].startswith("ValueError: mine") or "ValueError: mine" in err
 
+    @pytest.mark.slow
     def test_one_that_raises_inside_with(self):
         code, out, err = run("with collector() as c:\n    for batch in c:\n        raise ValueError('mine')")
         assert (code, out) == (1, "closed\nclosed\n")
@@ -1100,6 +1101,7 @@ class TestScripts:
         assert err.count("KeyboardInterrupt") >= 1
         assert "WorkerError" not in err
 
+    @pytest.mark.slow
     def test_one_whose_environment_raises(self):
         code, _, err = run(
             """
@@ -1113,6 +1115,7 @@ class TestScripts:
         assert "step 6" in err
         assert err.rstrip().splitlines()[-1].startswith("RuntimeError: Breaker broke")
 
+    @pytest.mark.slow
     def test_one_that_calls_sys_exit_in_the_loop(self):
         code, out, err = run("with collector() as c:\n    for batch in c: sys.exit(3)")
         assert (code, out, err) == (3, "closed\nclosed\n", "")

@@ -202,6 +202,7 @@ class TestTheCulprit:
             packed(closing_over(LOCK), "create_env_fn")
 
 
+@pytest.mark.slow  # two interpreters
 def test_what_a_spawned_programs_main_module_defines_crosses_by_value(tmp_path):
     """It is the main module there too, and nobody else's: whoever gets it finds it nowhere."""
     script = tmp_path / "program.py"

@@ -8,15 +8,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """Tiny networks: threads would only wait for each other, and for whatever else the machine does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def distributions_check_themselves() -> Iterator[None]:
     """As torch has it; its compiler, and TorchRL, switch the checks off for the whole program."""

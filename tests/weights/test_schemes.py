@@ -62,7 +62,7 @@ def by_value():
 
 
 class TestByEachStartMethod:
-    @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+    @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver", "fork"])
     @pytest.mark.parametrize("make", SCHEMES, ids=lambda one: one.__name__)
     def test_the_whole_life(self, make, method):
         scheme, model = make(), net(1)

@@ -184,7 +184,7 @@ class TestUnstableOnes:
         ("lanes", "steps", "frames"),
         [
             (None, 500, 5000),
-            (3, 300, 3000),
+            pytest.param(3, 300, 3000, marks=pytest.mark.slow),
             pytest.param(None, 1000, 20_000, marks=pytest.mark.slow),
             pytest.param(3, 1000, 6000, marks=pytest.mark.slow),
         ],
@@ -198,7 +198,7 @@ class TestUnstableOnes:
         assert len(watch.lives) <= (2 + restarts) * (lanes or 1)
         assert sum(each.dropped for each in stats.workers) == 0, "but for the steps that failed nothing is lost"
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
     def test_that_are_killed_meanwhile(self, kind):
         makers = [lambda: Life(rate=0.001, wait=0.001)] * 2
         watch, stats = run(kind, makers, 4000, each=200, max_restarts=None, meanwhile=killing)

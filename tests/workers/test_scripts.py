@@ -70,7 +70,11 @@ class TestInterrupts:
             assert code in (-signal.SIGINT, 128 + signal.SIGINT)
             check_one_traceback(script, "KeyboardInterrupt")
 
-    @pytest.mark.parametrize("methods", [["forkserver", "fork"], ["spawn"]], ids=["forkserver and fork", "spawn"])
+    @pytest.mark.parametrize(
+        "methods",
+        [["forkserver", "fork"], pytest.param(["spawn"], marks=pytest.mark.slow)],
+        ids=["forkserver and fork", "spawn"],
+    )
     def test_while_collecting(self, start, methods):
         """Inside `with`, and without it."""
         inside = """
@@ -89,6 +93,7 @@ class TestInterrupts:
         pairs = zip(methods, [inside, outside], strict=False)
         self.check([start(IMPORTS, body.format(method=method, count=count)) for method, body in pairs])
 
+    @pytest.mark.slow
     def test_while_a_step_takes_long(self, start):
         """Main waits for it without end, and sees the key at once; the workers sleep on until they are ended."""
         body = """
@@ -118,7 +123,7 @@ class TestInterrupts:
                 print("ready", flush=True)
 
             threading.Thread(target=soon, daemon=True).start()
-            MultiSyncCollector([Counter] * 2, frames_per_batch=64)
+            kept = MultiSyncCollector([Counter] * 2, frames_per_batch=64)
             time.sleep(60)
         """
         self.check([start(IMPORTS, serving), start(IMPORTS, making)])
@@ -165,6 +170,7 @@ class TestEnds:
             assert "resource_tracker" not in script.err
             assert script.err.count("Warning") <= 1, script.err
 
+    @pytest.mark.slow
     def test_a_loop_that_raises(self, start):
         """By itself, or since an environment did: one traceback for the first, the worker's own too for the second."""
         mine = """
@@ -191,6 +197,7 @@ class TestEnds:
         assert "raise self._make_exception()" in err
         assert "ResourceWarning" not in err
 
+    @pytest.mark.slow
     def test_sys_exit_in_a_loop(self, start):
         body = """
             with MultiSyncCollector([Counter] * 2, frames_per_batch=64, start_method="fork") as collector:
@@ -229,6 +236,7 @@ class TestMainIsKilled:
         options = [("MultiSyncCollector", ""), ("MultiAsyncCollector", ", start_method='fork'")]
         self.check([start(IMPORTS, body.format(kind=kind, more=more)) for kind, more in options], before)
 
+    @pytest.mark.slow
     def test_while_a_step_takes_long(self, start):
         """And while workers wait for a command, and for room."""
         before = segments()
@@ -318,6 +326,7 @@ class TestNoGuard:
         print("CALLS", len(CALLS), __name__)
     """
 
+    @pytest.mark.slow
     def test_each_start_method(self, start):
         scripts = [start(IMPORTS, textwrap.dedent(self.BODY.format(method=method))) for method in METHODS]
         for script in scripts:
@@ -333,6 +342,7 @@ class TestNoGuard:
 
 
 class TestThreads:
+    @pytest.mark.slow
     def test_after_torch_and_others_have_used_threads(self, start):
         """FAULTS 53: each start method works in a program whose threads hold locks at any moment.
 
@@ -388,6 +398,7 @@ class TestNested:
             return [process.pid for env in envs for process in env.unwrapped.processes]
     """
 
+    @pytest.mark.slow
     def test_after_shutdown_and_after_a_kill(self, start):
         body = """
             def is_alive(pid):
@@ -444,6 +455,7 @@ class TestNested:
         killed.ended(5)
         killed.check_nothing_lives(8.0)
 
+    @pytest.mark.slow
     def test_a_worker_that_hangs(self, start):
         """It is killed at shutdown, and what it had started goes with it."""
         body = """

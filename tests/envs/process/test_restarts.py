@@ -253,7 +253,7 @@ def test_whenever_workers_are_killed_no_episodes_are_joined(groups):
         before = envs.reset(seed=0)[0].copy()
         killed, end = 0, time.monotonic() + 2.5
         pids = list(envs.call("pid"))
-        while time.monotonic() < end:
+        while time.monotonic() < end or killed < 6:
             if choose.random() < 0.02:
                 worker = choose.randrange(2)
                 os.kill(pids[2 * worker], signal.SIGKILL)
@@ -269,6 +269,5 @@ def test_whenever_workers_are_killed_no_episodes_are_joined(groups):
             if restarted.any():
                 pids = list(envs.call("pid"))
             before = observations.copy()
-        assert killed > 5
         assert sum(envs.restarts) >= killed - 2
         assert all(each.category is WorkerRestarted for each in envs.told)
