@@ -1,20 +1,33 @@
-"""Batches cut into trajectories: one row a piece of an episode, padded at its end.
+"""Batches cut into trajectories: one row a piece of an episode, padded at its end or as long as it is.
 
-Knows the keys of a batch and nothing of who made it. Everything is computed by index: no loop over frames, no flag
-is written, and the input is only read.
+Knows the keys of a batch and nothing of who made it. No flag is written, and the input is only read.
 """
 
 from __future__ import annotations
 
-import torch
-from tensordict import TensorDictBase
+from typing import Any
 
-from rlcollect.errors import InvalidBatchError
+import torch
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
+
+from rlcollect.errors import OptionError
+from rlcollect.layout import Key, show_key
+from rlcollect.memory.marks import Marks
+from rlcollect.memory.pieces import Pieces
+from rlcollect.memory.rows import Jagged, Taken
+from rlcollect.options.checks import key_of, positive
 
 __all__ = ["split_trajectories"]
 
 
-def split_trajectories(batch: TensorDictBase, *, prefix: str = "collector") -> TensorDictBase:
+def split_trajectories(
+    batch: TensorDictBase,
+    *,
+    prefix: str = "collector",
+    mask_key: str | Key | None = None,
+    as_nested: bool | torch.layout = False,
+    fragment_len: int | None = None,
+) -> TensorDictBase:
     """The pieces of episodes that a batch holds, one row each, padded with zeros at the end.
 
     A new piece begins where a lane begins, where the id in `(prefix, "traj_ids")` changes, and after each frame whose
@@ -22,22 +35,34 @@ def split_trajectories(batch: TensorDictBase, *, prefix: str = "collector") -> T
     piece of a lane may be parts of an episode that goes on in another batch: nothing marks them, and no flag is
     changed; their ids tell which pieces belong together.
 
-    Rows that the batch's own `(prefix, "mask")` marks False are left out, as if they did not stand there. Pieces come
-    by lane, then by time.
+    Rows that the batch's own mask marks False, under `(prefix, "mask")` or `mask_key`, are left out, as if they did not
+    stand there. Pieces come by lane, then by time.
 
     Args:
         batch: `[T]`, `[N, T]` or `[B, N, T]`, time last. Contiguous or not; extra dimensions of a tensor are kept.
         prefix: under which key ids and mask stand.
+        mask_key: where the mask of the result is put, a key as tensordict knows them; None: `(prefix, "mask")`.
+        as_nested: whether pieces are nested tensors of their own lengths, not padded. `torch.jagged` is the same as
+            True; another layout is refused.
+        fragment_len: the most frames of a piece, K. Longer ones are cut from their beginning on: a piece of 20 with
+            K = 8 to 8, 8 and 4.
 
     Returns:
-        A new TensorDict `[n_traj, T_max]` with names `[None, "time"]` and the keys of `batch`, and
-        `(prefix, "mask")`, bool, True on every real frame. `T_max` is the length of the longest piece; padding is 0
-        (False). It shares no memory with `batch`. A batch without a valid row gives `[0, 0]`.
+        A new TensorDict `[n_traj, T_max]` with names `[None, "time"]` and the keys of `batch`, and under `mask_key` a
+        bool tensor `[n_traj, T_max]`, True on every real frame. `T_max` is the length of the longest piece, or
+        `fragment_len`; padding is 0 (False), and None for what is no tensor, unless it is the same for all frames. It
+        shares no memory with `batch`. A batch without a valid row gives `[0, 0]`.
+
+        With `as_nested`, a TensorDict `[n_traj]` whose tensors, of any dtype, are nested, `[n_traj, j, *shape]`, of
+        jagged layout and of one j, so that they can be computed with together; what is no tensor is a list a piece.
+        There is no mask. What cannot be nested is a stack of agents, lanes or frames whose shapes or keys differ.
+        (TorchRL's are of strided layout, with time in the batch size, `[n_traj, -1]`.)
 
     Raises:
         InvalidBatchError: `batch` has no time dimension, or neither ids nor done; or an id comes back in its lane
             after another stood between (slices of one episode, interleaved): which rows belong together cannot be
             told.
+        OptionError: an option makes no sense, or `as_nested` was asked for what cannot be nested.
 
     Example:
         >>> from tensordict import TensorDict
@@ -46,121 +71,33 @@ def split_trajectories(batch: TensorDictBase, *, prefix: str = "collector") -> T
         tensor([[1, 2],
                 [3, 0]])
     """
-    _check_time(batch)
-    ids = _per_frame(batch, (prefix, "traj_ids"))
-    done = _per_frame(batch, ("next", "done"))
-    marks = ids if ids is not None else done
-    if marks is None:
-        raise InvalidBatchError(
-            f"expected ({prefix!r}, 'traj_ids') or ('next', 'done') to tell trajectories apart, but the batch has "
-            f"neither; its keys are {sorted(map(str, batch.keys(True, True)))}. Keep one of them, or pass prefix= if "
-            "the ids stand under another key"
-        )
-    frames = _frames(_per_frame(batch, (prefix, "mask")), like=marks)
-    if ids is not None:
-        _check_ids(ids[frames], frames)
-    index, mask = _padded(frames, _starts(frames, ids, done))
-    pieces = batch[index]
-    _zero_padding(pieces, mask)
-    pieces.names = [None, "time"]
-    pieces.set((prefix, "mask"), mask)
-    return pieces
+    own = (prefix, "mask")
+    key = own if mask_key is None else key_of("mask_key", mask_key)
+    longest = None if fragment_len is None else positive("fragment_len", fragment_len)
+    is_nested = _is_nested(as_nested)
+    _check_level(batch, key)
+    marks = Marks.of(batch, prefix, own, key)
+    pieces = Pieces.of(marks, batch.batch_size, longest)
+    rows = None if marks.real is None else pieces.frames
+    if is_nested:
+        return Jagged(batch.batch_dims, rows, pieces.offsets)(batch)
+    mask = pieces.mask(longest)
+    made = Taken(batch.batch_dims, mask.shape, (None, "time"), rows, mask.reshape(-1).nonzero()[:, 0])(batch)
+    made.set(key, mask)
+    return made
 
 
-def _check_time(batch: TensorDictBase) -> None:
-    if not batch.batch_dims:
-        raise InvalidBatchError("expected a batch [T], [N, T] or [B, N, T], time last; this one has batch_size []")
-    if "time" in batch.names[:-1]:
-        raise InvalidBatchError(
-            f"expected time as the last batch dimension, but the names are {batch.names}; transpose the batch first"
-        )
+def _is_nested(as_nested: Any) -> bool:
+    if isinstance(as_nested, bool):
+        return as_nested
+    if as_nested != torch.jagged:
+        raise OptionError(f"as_nested must be True, False or torch.jagged, not {as_nested!r}.")
+    return True
 
 
-def _per_frame(batch: TensorDictBase, key: tuple[str, str]) -> torch.Tensor | None:
-    """The tensor under `key` with one value a frame, `[*batch_size]`; None if there is none."""
-    value: torch.Tensor | None = batch.get(key, default=None)
-    if value is None:
-        return None
-    if tuple(value.shape) not in (tuple(batch.batch_size), (*batch.batch_size, 1)):
-        raise InvalidBatchError(
-            f"expected one value a frame under {key}, {list(batch.batch_size)} or {[*batch.batch_size, 1]}, "
-            f"but it has shape {list(value.shape)}"
-        )
-    return value.reshape(batch.batch_size)
-
-
-def _frames(valid: torch.Tensor | None, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where the real frames are: one index `[K]` a batch dimension, by lane, then by time, on the device of `like`."""
-    if valid is None:
-        valid = torch.ones(like.shape, dtype=torch.bool, device=like.device)
-    return valid.to(like.device).nonzero(as_tuple=True)
-
-
-def _changes(values: torch.Tensor) -> torch.Tensor:
-    """Where a value `[K]` is not the one before it; the first is a change."""
-    changed = torch.ones(values.shape, dtype=torch.bool, device=values.device)
-    changed[1:] = values[1:] != values[:-1]
-    return changed
-
-
-def _lane_changes(frames: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Where a lane's first real frame is, `[K]`."""
-    changed = torch.zeros_like(frames[-1], dtype=torch.bool)
-    changed[:1] = True
-    for index in frames[:-1]:
-        changed |= _changes(index)
-    return changed
-
-
-def _starts(frames: tuple[torch.Tensor, ...], ids: torch.Tensor | None, done: torch.Tensor | None) -> torch.Tensor:
-    """Which of the real frames begin a piece, `[K]`."""
-    starts = _lane_changes(frames)
-    if ids is not None:
-        starts |= _changes(ids[frames])
-    if done is not None:
-        starts[1:] |= done[frames][:-1].bool()
-    return starts
-
-
-def _check_ids(ids: torch.Tensor, frames: tuple[torch.Tensor, ...]) -> None:
-    """Each id stands in one run within its lane.
-
-    Raises:
-        InvalidBatchError: one does not; names the first.
-    """
-    runs = (_lane_changes(frames) | _changes(ids)).nonzero()[:, 0]
-    lane_and_id = torch.stack([index[runs] for index in (*frames[:-1], ids)], dim=-1)
-    _, inverse, counts = torch.unique(lane_and_id, dim=0, return_inverse=True, return_counts=True)
-    again = (counts[inverse] > 1).nonzero()[:, 0]
-    if not again.numel():
-        return
-    *lane, traj_id = lane_and_id[again[0]].tolist()
-    first, second = (int(frames[-1][runs[run]]) for run in (inverse == inverse[again[0]]).nonzero()[:2, 0])
-    where = f"lane {lane[0] if len(lane) == 1 else tuple(lane)}" if lane else "the only lane"
-    raise InvalidBatchError(
-        f"trajectory id {traj_id} comes back in {where}: it begins at t={first} and, after another id, again at "
-        f"t={second}. Rows of one trajectory must stand side by side in a lane; sort the batch by id, or split each "
-        "slice on its own before joining them"
-    )
-
-
-def _zero_padding(pieces: TensorDictBase, mask: torch.Tensor) -> None:
-    """Put 0 where `mask` `[n_traj, T_max]` is False; `where`, for it knows every dtype, and NaN does not go through."""
-    for key, value in list(pieces.items(include_nested=True, leaves_only=True)):
-        real = mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
-        pieces.set(key, torch.where(real, value, torch.zeros((), dtype=value.dtype, device=value.device)))
-
-
-def _padded(frames: tuple[torch.Tensor, ...], starts: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Where each frame of each piece comes from.
-
-    Returns:
-        One index `[n_traj, T_max]` a batch dimension, 0 where there is no frame; and where there is one.
-    """
-    first = starts.nonzero()[:, 0]
-    lengths = torch.diff(first, append=first.new_tensor([len(starts)]))
-    longest = int(lengths.max()) if len(lengths) else 0
-    steps = torch.arange(longest, device=starts.device)
-    mask = steps < lengths[:, None]
-    source = (first[:, None] + steps).where(mask, 0)
-    return tuple(index[source] for index in frames), mask
+def _check_level(batch: TensorDictBase, key: Key) -> None:
+    """The mask has a place to stand."""
+    for length in range(1, len(key)):
+        level = batch.get(key[:length], None)
+        if level is not None and (is_non_tensor(level) or not is_tensor_collection(level)):
+            raise OptionError(f"mask_key={key!r} would stand below {show_key(key[:length])}, which is a value.")
