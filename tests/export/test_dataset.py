@@ -23,6 +23,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 
 import rlcollect.errors
+from rlcollect import CompactBatch
 from rlcollect.errors import DatasetError
 from rlcollect.export import DatasetWriter, load_dataset
 
@@ -466,6 +467,14 @@ class TestBatchesThatDoNotFit:
                 writer.write(make_batch(0, 3).set(key, value))
             assert f"key {key!r} holds {kind}" in str(caught.value)
             assert not list((tmp_path / "run").iterdir())
+
+    def test_what_is_no_tensordict(self, tmp_path: Path) -> None:
+        small = CompactBatch.of(make_batch(0, 3))
+        with DatasetWriter(tmp_path / "run") as writer:
+            with pytest.raises(DatasetError, match=r"expected a TensorDict, got CompactBatch.*expand\(\)"):
+                writer.write(small)
+            writer.write(small.expand())
+        assert_holds(tmp_path / "run", 3)
 
     @pytest.mark.parametrize("name", ["shape", "device", "_type", "_rlcollect"])
     def test_names_that_the_format_uses(self, tmp_path: Path, name: str) -> None:

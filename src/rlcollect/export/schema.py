@@ -103,8 +103,11 @@ def batch_tensors(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
     """The tensors of a batch, by key.
 
     Raises:
-        DatasetError: something in it is no tensor of a fixed shape, or stands under a name that the format uses itself.
+        DatasetError: it is no TensorDict; something in it is no tensor of a fixed shape, or stands under a name that
+            the format uses itself.
     """
+    if not isinstance(batch, TensorDictBase):
+        raise DatasetError(f"expected a TensorDict, got {batch!r}. Of a CompactBatch, write what expand() gives")
     tensors = dict(tensordict_leaves(batch))
     for key, value in tensors.items():
         if not _is_plain(value) or value.shape[: batch.batch_dims] != batch.batch_size:
