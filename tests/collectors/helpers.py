@@ -98,3 +98,69 @@ def interrupt_at_call(number):
 
     sys.setprofile(look)
     return places
+
+
+class WholeEpisodes:
+    """What was delivered with `trajs_per_batch=`, of `Tagged` environments: checks each episode by itself.
+
+    Args:
+        count: episodes of a batch.
+
+    Attributes:
+        episodes: (tag, its number in its lane, frames) of each, in the order in which they came.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.episodes: list[tuple[int, int, int]] = []
+        self._ids: set[int] = set()
+
+    def add(self, batch: TensorDictBase) -> TensorDictBase:
+        """Takes a batch of any form; it is given back."""
+        episodes = list(episodes_of(batch))
+        assert len(episodes) == self.count
+        for episode in episodes:
+            self._check(episode)
+        return batch
+
+    def _check(self, episode: TensorDictBase) -> None:
+        count = len(episode)
+        (tag, number), *others = {(row[0], row[1]) for row in episode["observation"].int().tolist()}
+        assert not others, "rows of two episodes"
+        assert episode["observation"][:, 2].tolist() == list(range(count)), "from its first frame on, each in its place"
+        assert episode["next", "observation"][:, 2].tolist() == list(range(1, count + 1))
+        assert episode["next", "done"][:, 0].tolist() == [False] * (count - 1) + [True], "to its done"
+        (identity,) = set(episode["collector", "traj_ids"].tolist())
+        assert identity not in self._ids, "twice"
+        self._ids.add(identity)
+        self.episodes.append((tag, number, count))
+
+    def check_none_is_missing(self) -> None:
+        """Of each lane those from the first on, in order."""
+        for tag in {episode[0] for episode in self.episodes}:
+            numbers = [number for other, number, _ in self.episodes if other == tag]
+            assert numbers == list(range(len(numbers))), f"lane {tag}"
+
+    @property
+    def frames(self) -> int:
+        """How many came."""
+        return sum(count for _, _, count in self.episodes)
+
+
+def episodes_of(batch: TensorDictBase) -> Iterator[TensorDictBase]:
+    """The episodes `[T]` of a batch of whole ones, without padding."""
+    if batch.ndim == 2:
+        for row, mask in zip(batch, batch["collector", "mask"], strict=True):
+            assert mask.tolist() == sorted(mask.tolist(), reverse=True), "padding comes last"
+            yield row[mask]
+    elif batch.names == ["time"]:
+        ends = batch["next", "done"].squeeze(-1).nonzero()[:, 0].tolist()
+        assert ends[-1] == len(batch) - 1
+        yield from (
+            batch[first:end] for first, end in zip([0, *(e + 1 for e in ends)], [e + 1 for e in ends], strict=False)
+        )
+    else:
+        leaves = dict(batch.items(include_nested=True, leaves_only=True))
+        parts = {key: leaf.unbind() for key, leaf in leaves.items()}
+        for number in range(len(batch)):
+            yield TensorDict({key: part[number] for key, part in parts.items()}, [len(parts["observation"][number])])

@@ -44,7 +44,8 @@ class Made:
 
     def as_state(self) -> dict[str, Any]:
         """As plain values and tensors, which any loader takes; a batch that has others stays a TensorDict."""
-        state = {"frames": self.frames, "worker": self.worker, "versions": self.versions}
+        device = None if self.batch.device is None else str(self.batch.device)
+        state = {"frames": self.frames, "worker": self.worker, "versions": self.versions, "device": device}
         leaves = self.batch.values(include_nested=True, leaves_only=True)
         if not isinstance(self.batch, TensorDict) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return {"batch": self.batch, **state}
@@ -56,7 +57,8 @@ class Made:
         """What `as_state` gave."""
         batch = state["batch"]
         if "batch_size" in state:
-            batch = TensorDict(batch, batch_size=state["batch_size"], names=state["names"])
+            device = state.get("device")
+            batch = TensorDict(batch, batch_size=state["batch_size"], names=state["names"], device=device)
         return cls(batch, state["frames"], state["worker"], tuple(map(tuple, state.get("versions", ()))))
 
 
@@ -81,6 +83,10 @@ class Gather(Protocol):
 
     def published(self, version: int) -> None:
         """This is the newest version of the weights from now on."""
+
+    @property
+    def waiting(self) -> int:
+        """Frames that have come, of rollouts that no batch was made of yet."""
 
     @property
     def behind(self) -> int:
@@ -117,6 +123,11 @@ class _Uncounted:
     cuts_short: str | None = None
     can_be_late = False
     refuses_worker_ids: str | None = None
+
+    @property
+    def waiting(self) -> int:
+        """See `Gather`: none."""
+        return 0
 
     @property
     def behind(self) -> int:
@@ -235,6 +246,11 @@ class FromProcesses(_Uncounted):
     def is_idle(self) -> bool:
         """Whether no batch is being waited for."""
         return self.finished is None
+
+    @property
+    def waiting(self) -> int:
+        """See `Gather`."""
+        return sum(arrival.rollout.frames for arrival in self._crew.arrived)
 
     def let_go(self) -> None:
         """See `Gather`."""
