@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,14 @@ def test_examples_run(code: str, kind: str, tmp_path: Path, monkeypatch: pytest.
         pytest.importorskip("torchrl", reason="an example with TorchRL, which the extra `interop` installs")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+def test_pictures_are_of_what_is_delivered() -> None:
+    drawing: Any = runpy.run_path(str(ROOT / "scripts" / "draw_trajectories.py"))
+    for name, text in drawing["drawn"]().items():
+        assert (ROOT / "docs" / "pictures" / name).read_text() == text, (
+            "python scripts/draw_trajectories.py docs/pictures"
+        )
 
 
 def test_the_readme_has_an_example_of_ten_lines() -> None:

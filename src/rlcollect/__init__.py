@@ -21,6 +21,8 @@ from rlcollect.errors import (
     WorkerRestarted,
     WorkerTimeout,
 )
+from rlcollect.memory.compact import CompactBatch
+from rlcollect.memory.multistep import MultiStep
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import ExplorationType, exploration_type, set_exploration_type
 from rlcollect.rollout.policy.intake import RandomPolicy
@@ -36,6 +38,7 @@ __all__ = [
     "AsyncCollector",
     "ClosedError",
     "Collector",
+    "CompactBatch",
     "DatasetError",
     "EnvError",
     "ExplorationType",
@@ -46,6 +49,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdate",
     "MultiProcessedWeightUpdater",
+    "MultiStep",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rlcollect.layout import Arrays, Key, Leaf
+from rlcollect.seeds import Root
 
 __all__ = [
     "ActionForm",
@@ -81,6 +82,7 @@ class EnvDriver(Protocol):
         refuses_lane_seeds: why some lanes cannot be seeded without the others; None: they can.
         refuses_options: why a reset takes no options; None: it does.
         largest_seed: that the environments take; None: any.
+        steps_one_by_one: whether each lane is an environment of its own, which begins an episode when this steps it.
     """
 
     envs: Sequence[Any]
@@ -103,6 +105,7 @@ class EnvDriver(Protocol):
     refuses_lane_seeds: str | None
     refuses_options: str | None
     largest_seed: int | None
+    steps_one_by_one: bool
 
     @property
     def env_seconds(self) -> float:
@@ -150,6 +153,18 @@ class EnvDriver(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` saved."""
+
+    def open_episodes(self) -> dict[str, Any]:
+        """By lane, as plain values, what the episode under way goes on from; lanes that cannot tell it are missing."""
+
+    def reopen(self, episodes: Mapping[str, Any]) -> Collection[int]:
+        """Goes on with episodes that `open_episodes` told, after `load_state_dict`; the lanes that do."""
+
+    def seed_episodes(self, roots: Sequence[Root]) -> None:
+        """Where each episode has a seed of its own: those of each lane are children of its root from now on."""
+
+    def number_episodes(self, numbers: Mapping[int, int]) -> None:
+        """The episode that begins next in each of these lanes has this number."""
 
     def close(self) -> list[BaseException]:
         """Closes the environments that are ours, once; the errors that came."""

@@ -569,6 +569,26 @@ class TestPostproc:
             for batch in collector:
                 assert (batch["count"] == 1).all()
 
+    def test_modules_are_moved_once_to_where_batches_are_stored(self):
+        class Counting(torch.nn.BatchNorm1d):
+            moves = 0
+
+            def to(self, *args, **kwargs):
+                self.moves += 1
+                return super().to(*args, **kwargs)
+
+            def forward(self, batch):
+                assert batch.device == self.running_mean.device
+                return batch
+
+        module, other = Counting(1), Counting(1)
+        with Collector(Counter, frames_per_batch=4, storing_device="meta", postproc=[module, len]) as collector:
+            assert [collector.next(), collector.next()] == [4, 4]
+        assert (module.running_mean.device.type, module.moves) == ("meta", 1)
+        with Collector(Counter, frames_per_batch=4, postproc=lambda batch: other(batch.to("cpu"))) as collector:
+            assert collector.next() is not None
+            assert other.moves == 0
+
     def test_several_run_in_order_after_split_trajs(self):
         shapes = []
 

@@ -398,6 +398,7 @@ class TestFlat:
             {},
             {"use_buffers": False},
             {"return_same_td": True},
+            {"compact_obs": True},
             {"info_keys": ["t"], "record": ["is_init", "step_count"], "max_frames_per_traj": 2},
         ],
         ids=str,

@@ -95,6 +95,7 @@ class TestWrongValues:
                     "split_trajs",
                     "return_same_td",
                     "use_buffers",
+                    "compact_obs",
                 )
                 for value in (1, 0, None, "yes")
             ],
@@ -258,7 +259,7 @@ class TestASequenceOfOne:
 
 
 class TestNamesFromElsewhere:
-    @pytest.mark.parametrize("name", ["replay_buffer", "extend_buffer", "trajs_per_batch"])
+    @pytest.mark.parametrize("name", ["replay_buffer", "extend_buffer"])
     def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
         with pytest.raises(OptionError, match=f"{name}.*not have it yet"):
             Collector(Counter, frames_per_batch=4, **{name: None})

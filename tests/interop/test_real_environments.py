@@ -417,3 +417,24 @@ class TestText:
         }[form]
         with pytest.raises(SpaceError, match=r"'mission'.*exclude_keys=\['mission'\]"):
             Collector(made, frames_per_batch=8)
+
+
+class TestMiddleOfAnEpisode:
+    @pytest.mark.parametrize("name", ["Ant-v5", "Humanoid-v5", "Reacher-v5", "InvertedDoublePendulum-v5"])
+    def test_a_load_goes_on_bit_for_bit(self, name):
+        """Some of what MuJoCo's environments show lags behind the positions, and follows from none of them."""
+        pytest.importorskip("mujoco", reason=f"MuJoCo {WHY}")
+
+        def made():
+            return Collector(name, None, frames_per_batch=60, num_envs=2, max_frames_per_traj=41)
+
+        with made() as collector:
+            collector.set_seed(4)
+            collector.next()
+            state = collector.state_dict()
+            expected = [collector.next().clone() for _ in range(3)]
+        with made() as collector:
+            collector.next()
+            collector.load_state_dict(state)
+            for batch in expected:
+                assert (collector.next() == batch).all()

@@ -1203,6 +1203,8 @@ OPTIONS = {
     "exclude_keys": {"exclude_keys": ["option"]},
     "obs_dtype": {"obs_dtype": "env"},
     "reset_options": {"reset_options": history},
+    "seed_per_episode": {"seed_per_episode": True},
+    "resume": {"resume": "replay"},
     "num_envs": {"num_envs": 4},
     "env_workers": {"env_workers": 2},
     "env_groups": {"env_workers": 2, "env_groups": 2},
@@ -1225,13 +1227,21 @@ OPTIONS = {
     "interruptor": {"interruptor": stopped()},
     "postproc": {"postproc": shifted},
     "split_trajs": {"split_trajs": True},
+    "trajs_per_batch": {"trajs_per_batch": 3},
+    "traj_format": {"trajs_per_batch": 3, "traj_format": "cat"},
+    "traj_order": {"trajs_per_batch": 3, "traj_order": "lanes"},
+    "max_open_frames": {"trajs_per_batch": 3, "max_open_frames": 2},
+    "fragment_len": {"fragment_len": 3},
     "return_same_td": {"return_same_td": True},
     "use_buffers": {"use_buffers": False},
+    "compact_obs": {"compact_obs": True},
     "weight_sync_schemes": {"weight_sync_schemes": {"policy": NoWeightSyncScheme()}},
     "weight_recv_schemes": {"weight_recv_schemes": {}},
     "weight_updater": {"weight_updater": VanillaWeightUpdater},
 }
 """Every option of a single process, with a value that is not its default."""
+
+PROCESSES = "env_workers", "env_groups"  # options that start others: seconds each
 
 
 def actor():
@@ -1267,14 +1277,14 @@ def policy_for(name):
 def outcome(cls, name):
     """The batches that come with an option; or the error."""
     options = {"frames_per_batch": 8, "total_frames": 36, "num_envs": 2, **OPTIONS[name]}
-    if cls is MultiSyncCollector:
+    if cls is MultiSyncCollector and "trajs_per_batch" not in options:
         options["cat_results"] = 0
     source = functools.partial(Rich, 4)
     try:
         torch.manual_seed(9)
         with cls([source] if cls is MultiSyncCollector else source, policy_for(name), **options) as c:
             c.set_seed(2)
-            return [batch.clone() for batch in c]
+            return [batch.expand() if name == "compact_obs" else batch.clone() for batch in c]
     except Exception as error:
         return error
 
@@ -1286,7 +1296,9 @@ class TestOptions:
         for cls in (MultiSyncCollector, MultiAsyncCollector, AsyncCollector):
             assert {*OPTIONS} <= {*inspect.signature(cls).parameters}
 
-    @pytest.mark.parametrize("name", OPTIONS)
+    @pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.slow) if name in PROCESSES else name for name in OPTIONS]
+    )
     def test_an_option_does_what_it_does_in_one_process_or_is_refused_by_name(self, name):
         """FAULTS 61: with one worker, to the bit."""
         expected = outcome(Collector, name)

@@ -6,9 +6,11 @@ Nothing here asks which kind it is.
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +20,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rlcollect.collectors.arguments import seeds_of
 from rlcollect.collectors.gather import Made
 from rlcollect.collectors.opened import Guard
+from rlcollect.collectors.replaying import replayed
+from rlcollect.collectors.supply import AsMade, Supply, WholeEpisodes, change_of, form_of
 from rlcollect.collectors.synchronised import Synchronised
+from rlcollect.collectors.tally import Tally
+from rlcollect.collectors.updates import Updates
 from rlcollect.errors import OptionError
 from rlcollect.failures import relayed
+from rlcollect.memory.assembly import Assembly
+from rlcollect.memory.compact import CompactMemory
+from rlcollect.memory.orders import ByStart, ByTurns
 from rlcollect.memory.slots import SameBatch
-from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.processes.crossing import Parcel
 from rlcollect.stats import Spread, Stats, TimeShares
 from rlcollect.weights.naming import module_of, weights_of
@@ -38,10 +46,35 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         self._frames = 0
         self._batches = 0
         self._seconds = 0.0
-        self._pending: tuple[Made, ...] = ()  # made, and not delivered
-        self._is_touched = False  # whether the first of these may have been changed by a post-processing
         self._stored = SameBatch[TensorDictBase]()  # on a storing device, with return_same_td
         super().__init__(create_env_fn, policy, **options)
+        self._compact = CompactMemory(keep=2 if self._sink.use_buffers else 0)
+        self._ending.callback(self._compact.forget)
+        self._changed = change_of(self._sink, self._compact)
+        self._rollouts = AsMade(self._gather, self._steps, self._lanes)
+        self._supply = self._supplied()
+
+    def _supplied(self) -> Supply:
+        """Where batches come from."""
+        count = self._sink.trajs_per_batch
+        if count is None:
+            return self._rollouts
+        lanes = self.num_workers * self.num_envs
+        order = ByStart() if self._sink.traj_order == "started" else ByTurns(lanes, 2 * math.ceil(count / lanes))
+        longest = None if self._what.max_frames_per_traj else self._sink.max_open_frames
+        return WholeEpisodes(
+            self._rollouts,
+            self._gather,
+            Assembly(lanes, order, longest=longest),
+            form_of(self._sink),
+            count=count,
+            num_envs=self.num_envs,
+            note=functools.partial(_note_late, self._crew.tally, self._updates),
+        )
+
+    def _left(self) -> int | None:
+        """Frames that are still wanted; None: no end."""
+        return None if self._total is None else self._total - self._frames
 
     @abc.abstractmethod
     def _load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
@@ -57,7 +90,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
     @property
     def total_frames(self) -> int:
         """Frames after which the collector is exhausted; -1 for never."""
-        return -1 if self._total_steps is None else self._total_steps * self._lanes
+        return -1 if self._total is None else self._total
 
     @property
     def collected_frames(self) -> int:
@@ -67,7 +100,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
     @property
     def exhausted(self) -> bool:
         """Whether all frames that were asked for have been delivered."""
-        return self._total_steps is not None and self._frames >= self.total_frames
+        return self._total is not None and self._frames >= self._total
 
     @property
     def policy_device(self) -> torch.device:
@@ -75,13 +108,19 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         return torch.device(self._facts[0].policy_device)
 
     def next(self) -> TensorDictBase | None:
-        """The next batch; None when the frames are exhausted.
+        """The next batch.
+
+        Returns:
+            `[N, T]`, or `[T]` for a single lane, time last; with a dimension of workers before it, or joined, as
+            `cat_results` says; or as `trajs_per_batch`, `split_trajs`, `fragment_len`, `compact_obs` and `postproc`
+            make it. None when the frames are exhausted.
 
         Raises:
             ClosedError: after `shutdown`.
             What an environment, the policy or a post-processing raised; the collector is then closed. A Ctrl-C (or
                 what a signal handler of the program raises) leaves it open: in one process the batch under way is
                 dropped, and new episodes begin with the next; batches of worker processes come at the next call.
+            EnvError: an episode has over `max_open_frames` frames, and has not ended; the collector is then closed.
             WorkerDied: a worker process ended; the collector is then closed.
             WorkerTimeout: `timeout=` was not enough; the batch comes at the next call.
         """
@@ -93,48 +132,31 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         with Guard(self):
             self._updates.before_batch()
             self._before_batch()
-            made = self._made()
-            placed, self._is_touched = self._placed(made), bool(self._sink.postproc)
+            made = self._supply.first(self._left())
+            placed = self._placed(made)
+            self._supply.is_touched = bool(self._sink.postproc)
             frames, batch = self._frames + made.frames, self._processed(placed)
         self._crew.tally.note_late(made.late, self._updates.version)
         lag = self._updates.lag_with(made.versions)
-        seconds, rest = self._seconds + time.perf_counter() - start, self._pending[1:]
+        seconds = self._seconds + time.perf_counter() - start
+        rest = self._supply.kept[1:]
         # no call from here on: an interrupt comes before all of it or after
         self._frames, self._batches, self._seconds, self._updates.lag = frames, self._batches + 1, seconds, lag
-        self._gather.is_under_way, self._pending, self._is_touched = False, rest, False
+        self._gather.is_under_way, self._supply.kept, self._supply.is_touched = False, rest, False
         return batch
 
     def _before_batch(self) -> None:
         """What is to be done before each batch that is delivered."""
 
-    def _made(self, *, extra: bool = False) -> Made:
-        """The batch to be delivered. Where it can be kept it is, until it was."""
-        if self._pending:
-            return self._pending[0]
-        steps, left = self._steps, None
-        if self._total_steps is not None:
-            left = self.total_frames - self._frames
-            steps = steps if extra else min(steps, math.ceil(left / self._lanes))
-        made = self._gather.next(steps, left, extra=extra)
-        if self._gather.keeps:
-            self._pending, self._gather.finished = (made,), None  # at once, for a Ctrl-C
-        return made
-
     def _recover(self) -> None:
         """Where an interrupt came between a batch's beginning and its delivery, it is kept, or never was."""
-        if self._is_touched and self._pending:  # a post-processing was broken off, and may have changed it
-            self._pending = ()
-            self._gather.lose()
-        self._is_touched = False
-        if self._gather.is_under_way:
-            self._gather.recover()
-            self._gather.is_under_way = False
+        self._supply.recover()
         if self.exhausted:
             self._gather.forget()
+            self._compact.forget()
 
     def _processed(self, batch: Any) -> Any:
-        if self._sink.split_trajs:
-            batch = split_trajectories(batch)
+        batch = self._changed(batch)
         for step in self._sink.postproc:  # type: ignore[union-attr]
             try:
                 batch = step(batch)
@@ -155,20 +177,25 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         return self._stored.holding(moved) if self._sink.return_same_td else moved
 
     def rollout(self) -> TensorDictBase:
-        """A full rollout as it is made: not post-processed, not counted in `total_frames`.
+        """A full rollout as it is made: not post-processed or compact, not counted in `total_frames`.
 
         Episodes, ids and a warm-up go on from batch to rollout to batch.
 
         Returns:
             `[N, T]`, or `[T]` for a single lane; of several workers together as their batches are.
+
+        Raises:
+            OptionError: with `trajs_per_batch`: episodes would lack these frames.
         """
         self._check_open()
+        if self._sink.trajs_per_batch:
+            raise OptionError("rollout() takes frames out of episodes, and trajs_per_batch= delivers whole ones.")
         self._recover()
         with Guard(self):
             self._updates.before_batch()
-            batch = self._placed(self._made(extra=True))
-        rest = self._pending[1:]
-        self._gather.is_under_way, self._pending = False, rest
+            batch = self._placed(self._rollouts.first(self._left(), extra=True))
+        rest = self._rollouts.kept[1:]
+        self._gather.is_under_way, self._rollouts.kept = False, rest
         return batch
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -207,17 +234,18 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
             TypeError: it is not known, as collection is endless or an interruptor may cut batches short.
         """
         unknown = {
-            "total_frames is -1": self._total_steps is None,
+            "total_frames is -1": self._total is None,
             "an interruptor may cut batches short": self._how.interruptor is not None,
             "lanes that are far behind others are delivered short": any(
                 facts.may_deliver_short for facts in self._facts
             ),
             str(self._gather.cuts_short): self._gather.cuts_short is not None,
+            str(self._supply.unknown): self._supply.unknown is not None,
         }
         if why := next((why for why, holds in unknown.items() if holds), None):
             raise TypeError(f"The number of batches is not known: {why}.")
-        assert self._total_steps is not None
-        return math.ceil(self._total_steps / self._steps)
+        assert self._total is not None
+        return math.ceil(self._total / self.frames_per_batch)
 
     # --- talking to it ---
 
@@ -294,7 +322,10 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         return Stats(
             frames=self._frames,
             batches=self._batches,
-            dropped=sum(dropped) + sum(self._crew.tally.dropped),
+            dropped=sum(dropped)
+            + sum(self._crew.tally.dropped)
+            + self._supply.dropped
+            + (self._supply.waiting if self.exhausted else 0),
             seconds=self._seconds,
             frames_per_second=self._frames / self._seconds if self._seconds else 0.0,
             episodes=sum(report.episodes for report in reports),
@@ -311,27 +342,89 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         """The newest of each worker."""
         return self._crew.reports
 
+    def replay(self, worker: int, lane: int, episode: int, *, max_frames: int | None = None) -> TensorDictBase:
+        """Runs an episode again in this process: in an environment made anew, from its seed, by the policy as it is.
+
+        It is the same episode frame by frame where the policy draws nothing (`exploration_type`) and has the weights
+        that it had then. Nothing of the collector changes. `record=("worker", "episode")` tells which episode a frame
+        is of; lanes of a batch are in order.
+
+        Args:
+            worker: of which; 0 where there is one.
+            lane: which of the worker's lanes.
+            episode: its number in that lane, from 0, since the last `set_seed` (they count on).
+            max_frames: after which it is broken off; None: it goes on to its end, of `max_open_frames` at most.
+
+        Returns:
+            Its frames, `[1, T]`, or `[T]` where lanes are single ones; keys as in rollouts.
+
+        Raises:
+            OptionError: without `seed_per_episode=True`; a number that there is not; environments that were passed in
+                as instances.
+            What an environment or the policy raises, from a `WorkerError`; the collector stays open.
+        """
+        self._check_open()
+        if not self._what.seed_per_episode:
+            raise OptionError("replay() needs seed_per_episode=True: else episodes have no seeds of their own.")
+        for name, value, count in (("worker", worker, self.num_workers), ("lane", lane, self.num_envs)):
+            if not 0 <= value < count:
+                raise OptionError(f"replay() has {name}={value}, and there are {count}.")
+        if episode < 0:
+            raise OptionError(f"replay() has episode={episode}; they are numbered from 0.")
+        if max_frames is not None and max_frames < 1:
+            raise OptionError(f"replay() has max_frames={max_frames}; it takes one at least, or None.")
+        (saved,) = self._asked({worker: Save()})
+        seeds = saved.state.get("env_state_dict", {}).get(str(lane), {})
+        if "root" not in seeds:
+            raise OptionError("replay() does not go with collector_class=: replay in that collector.")
+        if episode < seeds["since"] or episode in seeds["otherwise"]:
+            raise OptionError(
+                f"The seed of episode {episode} of lane {lane}, worker {worker}, is not known any more: episodes are "
+                f"seeded as they are since number {seeds['since']} (set_seed, or a restart), but for those that were "
+                "given a seed (reset)."
+            )
+        source, where, how = self._started.made_of[worker]
+        return replayed(
+            source,
+            self.policy,
+            self._what,
+            where,
+            how if self.policy is None else replace(how, policy_factory=None),
+            weights=None if self.policy is not None else saved.state.get("weights"),
+            root=seeds["root"],
+            lane=lane,
+            lanes=self.num_envs,
+            episode=episode,
+            max_frames=self._sink.max_open_frames if max_frames is None else max_frames,
+        )
+
     # --- saving ---
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on: counts, ids, random states, the policy's and the environments' own states.
 
         The policy's weights are in it if the policy is a module or a method of one (where `policy_device` made a copy:
-        those of your module); not those that a function uses. Batches that are made and not delivered are in it too.
+        those of your module); not those that a function uses. Worker processes are taken to have them: publish what was
+        learned (`update_policy_weights_`) before you save, or they have it from the load on. Batches that are made and
+        not delivered are in it too.
 
-        Tensors are copies on the CPU. Environments of Gymnasium save their random generator, and what a
-        `state_dict` method of theirs returns; open episodes are not saved: a load begins new ones.
+        Tensors are copies on the CPU. Environments of Gymnasium save their random generator, and what a `state_dict`
+        method of theirs returns. Open episodes are saved as `resume=` says: with all that they go on from, or with
+        their actions; or not, and a load begins new ones.
         """
         self._check_open()
         self._recover()
         with Guard(self):
             self._gather.pause()
-            saved: list[Saved] = self._crew.ask({worker: Save() for worker in range(self.num_workers)})
-            made = [*self._pending, *self._gather.made([each.rollouts for each in saved])]
+        saved: list[Saved] = self._asked({worker: Save() for worker in range(self.num_workers)})
+        with Guard(self):
+            made = [*self._rollouts.kept, *self._gather.made([each.rollouts for each in saved])]
         states = self._state_of([dict(each.state) for each in saved])
         state = {"frames": self._frames, "iter": self._batches, "seconds": self._seconds, **states}
         if behind := self._gather.behind:
             state["batches_since_version"] = behind
+        if supply := self._supply.state_dict():
+            state["supply"] = supply
         if made:
             state["pending"] = [each.as_state() for each in made]
         if (weights := weights_of(self.policy)) is not None:
@@ -352,9 +445,11 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         return [state[f"worker{worker}"] for worker in range(self.num_workers)]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Goes on where `state_dict` was taken: exactly the remaining batches come, with new episodes.
+        """Goes on where `state_dict` was taken: exactly the remaining batches come.
 
-        What was made and not delivered is dropped, and made again if it is wanted.
+        Where open episodes are in the state (`resume=`) they go on, and in one process and with sync workers each batch
+        is, bit for bit, the one that would have come. Elsewhere new ones begin, a CUT. What was made here and not
+        delivered is dropped.
 
         Args:
             state: what `state_dict` returned.
@@ -364,10 +459,16 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
             OptionError: something else than a state, one of another number of lanes or workers, or without weights for
                 the policy (or with weights for none).
             RuntimeError: torch's, for weights that do not fit.
+            WorkerTimeout, KeyboardInterrupt, and what is raised while it is put back: the collector is then closed,
+                since it is neither what it was nor what the state says.
         """
         self._check_open()
         if lacking := [key for key in ("frames", "iter", "seconds", "policy_version") if key not in state]:
             raise OptionError(f"This is no state of a collector: it lacks {lacking[0]!r}.")
+        if "supply" in state and self._sink.trajs_per_batch is None:
+            raise OptionError(
+                "The state has episodes in it that wait to be delivered whole; it needs trajs_per_batch=."
+            )
         states = self._states_in(state)
         for facts, own in zip(self._facts, states, strict=True):
             facts.check_state(own)
@@ -378,14 +479,21 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         has_weights = module is not None and "policy_state_dict" in state
         if has_weights:
             self._load_weights(state["policy_state_dict"], strict=strict)
-        with Guard(self):
-            self._gather.drop()
-            reports = self._crew.ask({worker: Load(own) for worker, own in enumerate(states)})
-        self._crew.reports[:] = reports
+        try:
+            self._put_back(state, states, has_weights=has_weights)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _put_back(self, state: Mapping[str, Any], states: Sequence[Mapping[str, Any]], *, has_weights: bool) -> None:
+        """Goes on from a state that fits."""
+        self._gather.drop()
+        self._crew.reports[:] = self._crew.ask({worker: Load(own) for worker, own in enumerate(states)})
         self._gather.is_under_way = False
-        self._pending = tuple(Made.of_state(each) for each in state.get("pending", ()))
+        self._rollouts.kept = tuple(Made.of_state(each) for each in state.get("pending", ()))
+        self._supply.load_state_dict(state.get("supply", {}))
         self._updates.load(int(state["policy_version"]), has_weights=has_weights)
-        self._gather.go_on(self._updates.version, state.get("batches_since_version", 0) + len(self._pending))
+        self._gather.go_on(self._updates.version, state.get("batches_since_version", 0) + len(self._rollouts.kept))
         self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
 
     def __repr__(self) -> str:
@@ -395,6 +503,10 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
             f"total_frames={self.total_frames}, collected_frames={self._frames}, policy=<{self._facts[0].policy}>, "
             f"{self._state.value})"
         )
+
+
+def _note_late(tally: Tally, updates: Updates, made: Made) -> None:
+    tally.note_late(made.late, updates.version)
 
 
 def _on_cpu(value: Any) -> Any:

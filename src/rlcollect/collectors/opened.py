@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 from rlcollect.collectors.crew import USUAL, Crew
 from rlcollect.collectors.gather import Gather
@@ -52,6 +53,7 @@ class Started:
         share: how many of them make a batch together.
         devices: where batches of each worker are delivered; None: where they are made.
         poster: how weights get to them.
+        made_of: of each worker what its environments are made of, and its options.
         threads: that torch computes with; None: as the program has it.
     """
 
@@ -61,6 +63,7 @@ class Started:
     share: int
     devices: Sequence[torch.device | None]
     poster: Poster
+    made_of: Sequence[tuple[Any, Where, How]]
     threads: Threads | None = None
 
 
@@ -104,13 +107,21 @@ class Opened(abc.ABC):
             self.num_envs = self._facts[0].num_lanes
             self._lanes = self.num_envs * started.share  # that make a batch together
             self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self._lanes)
-            self._total_steps = self._counted_total()
+            self._total = self._counted_total()
+            self._move_postproc()
             self._updates = self._synchronised(started.poster)
         except BaseException:
             self._abandoned.detach()
             self._ending.close()
             raise
         self._state = _State.OPEN
+
+    def _move_postproc(self) -> None:
+        """Modules among the post-processings go where batches are delivered, if the user says where that is."""
+        device = None if self._where.is_split else self._where.placement.storing
+        for step in self._sink.postproc:  # type: ignore[union-attr]
+            if device is not None and isinstance(step, nn.Module):
+                step.to(device)
 
     def _synchronised(self, poster: Poster) -> Updates:
         """What brings new weights to the workers."""
@@ -129,9 +140,12 @@ class Opened(abc.ABC):
         """Starts the workers; what it begins it leaves to `_ending`, what is begun last is ended first."""
 
     def _counted_total(self) -> int | None:
+        """Frames that are wanted; None: there is no end. Rollouts have whole steps of all lanes."""
         if self._what.total_frames == -1:
             return None
-        return whole_steps("total_frames", self._what.total_frames, self._lanes)
+        if self._sink.trajs_per_batch:
+            return self._what.total_frames
+        return whole_steps("total_frames", self._what.total_frames, self._lanes) * self._lanes
 
     @property
     def num_workers(self) -> int:
@@ -155,14 +169,19 @@ class Opened(abc.ABC):
         return self._state is _State.CLOSED
 
     def shutdown(self) -> None:
-        """Ends the workers and closes the environments that were made for this collector. Safe to call again."""
-        if self._state is _State.CLOSED:
+        """Ends the workers and closes the environments that were made for this collector.
+
+        Safe to call again: what a Ctrl-C broke off is done then.
+        """
+        if not self._abandoned.alive:
             return
         self._state = _State.CLOSED
+        try:
+            self._gather.forget()
+            self._updates.close()
+        finally:
+            self._ending.close()
         self._abandoned.detach()
-        self._gather.forget()
-        self._updates.close()
-        self._ending.close()
 
     def _check_open(self) -> None:
         if self._state is _State.CLOSED:

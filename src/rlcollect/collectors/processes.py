@@ -59,7 +59,8 @@ class InProcesses(BaseCollector):
         self._workers = options
         self._check_hosted()
         self._check_schemes()
-        packed = packed_builds(self._builds(self._sources(create_env_fn), policy))
+        builds = self._builds(self._sources(create_env_fn), policy)
+        packed = packed_builds(builds)
         self._attachments: dict[int, list[Attachment]] = {}
         self._revival: Revival | None = None
         self._memory = self._ending.enter_context(ExitStack())  # that is shared
@@ -89,6 +90,7 @@ class InProcesses(BaseCollector):
             share=self._share(len(facts)),
             devices=self._delivery_devices(len(facts)),
             poster=self._posting,
+            made_of=[(build.create_env_fn, build.where, build.how) for build in builds],
             threads=threads,
         )
 
@@ -292,7 +294,7 @@ class InProcesses(BaseCollector):
     def _delivery_devices(self, workers: int) -> list[torch.device | None]:
         wheres = self._wheres(workers)
         devices = [where.placement.storing for where in wheres]
-        if self._share(workers) > 1 and len({*devices}) > 1:
+        if (self._share(workers) > 1 or self._sink.trajs_per_batch) and len({*devices}) > 1:
             return [CPU] * workers
         return [None if device == CPU else device for device in devices]
 
@@ -307,7 +309,8 @@ class InProcesses(BaseCollector):
 
     def _before_batch(self) -> None:
         is_due = self._rests or self._batches > 0
-        if self._workers.update_at_each_batch and is_due and not self._pending and self._is_between:
+        is_kept = bool(self._rollouts.kept or self._supply.kept)
+        if self._workers.update_at_each_batch and is_due and not is_kept and self._is_between:
             self.update_policy_weights_()
 
     @property

@@ -86,6 +86,7 @@ class Collector(BaseCollector):
             share=1,
             devices=[self._delivery_device(self._worker)],
             poster=InPlace(self._worker, self._schemes.strategies),
+            made_of=[(create_env_fn, self._where, self._how)],
         )
 
     def _delivery_device(self, worker: Worker) -> torch.device | None:

@@ -11,6 +11,7 @@ import torch
 from rlcollect.envs.make import close_all
 from rlcollect.envs.opening import Opening
 from rlcollect.layout import Key
+from rlcollect.seeds import Root
 
 __all__ = ["Driver", "fill_next"]
 
@@ -60,6 +61,7 @@ class Driver:
         self.refuses_lane_seeds: str | None = None
         self.refuses_options: str | None = None
         self.largest_seed: int | None = None
+        self.steps_one_by_one = False
         self.envs: Sequence[Any] = list(opening.envs)
         self._owned = list(opening.owned)
 
@@ -70,6 +72,20 @@ class Driver:
 
     def leave_to_policy(self, keys: Collection[Key]) -> None:
         """None of the `primed`, since there are none."""
+
+    def open_episodes(self) -> dict[str, Any]:
+        """None can be told."""
+        return {}
+
+    def reopen(self, episodes: Mapping[str, Any]) -> Collection[int]:  # noqa: ARG002
+        """None can be."""
+        return ()
+
+    def seed_episodes(self, roots: Sequence[Root]) -> None:
+        """They have no seeds of their own."""
+
+    def number_episodes(self, numbers: Mapping[int, int]) -> None:
+        """Nothing depends on it."""
 
     def loose_batch(self, made: int) -> Mapping[Key, Any]:  # noqa: ARG002
         """Nothing: every observation has a form."""

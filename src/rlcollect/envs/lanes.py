@@ -7,6 +7,7 @@ copied in bulk when the rollout is finished. Only an episode's last observation 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,18 @@ from rlcollect.devices import CPU
 from rlcollect.envs.calls import MASK, LaneCalls, mask_of
 from rlcollect.envs.driver import Driver
 from rlcollect.envs.info import InfoRecorder, info_leaves
+from rlcollect.envs.journal import Journal
 from rlcollect.envs.make import spaces_agree
 from rlcollect.envs.opening import Opening, at_lane
-from rlcollect.envs.saving import env_state, load_env_state
+from rlcollect.envs.resuming import middle_state, put_in_the_middle
+from rlcollect.envs.saving import as_plain, as_was, env_state, load_env_state
 from rlcollect.envs.spaces import REWARD, ActionCodec, Rows, codec_of, renamed, rows_in_time
 from rlcollect.errors import EnvError
+from rlcollect.failures import warn
 from rlcollect.interfaces import ActionForm, RolloutMemory
 from rlcollect.layout import Arrays, Key, Leaf, numpy_dtype
 from rlcollect.options import What
+from rlcollect.seeds import Root
 
 __all__ = ["Lanes", "is_gymnasium", "open_lanes"]
 
@@ -46,12 +51,19 @@ def open_lanes(opening: Opening) -> Lanes:
     """
     envs = opening.envs
     spaces_agree(envs)
-    calls = LaneCalls(envs, opening.what.reset_options)
+    journal = Journal(envs) if opening.what.resume == "replay" else None
+    roots: list[Root] = [(opening.seed, opening.worker, lane, opening.generation) for lane in range(len(envs))]
+    calls = LaneCalls(
+        envs,
+        opening.what.reset_options,
+        roots=roots if opening.what.seed_per_episode else None,
+        journal=journal,
+    )
     first: list[tuple[Any, dict[str, Any]]] = []
     for lane in range(len(envs)):
         with at_lane(opening.worker, lane):
             first.append(_checked_reset(calls.resets[lane]()))
-    lanes = Lanes(opening, calls, first[0][1])
+    lanes = Lanes(opening, calls, first[0][1], journal=journal)
     for lane in range(len(envs)):
         with at_lane(opening.worker, lane):
             lanes.begin(lane, *first[lane])
@@ -71,10 +83,17 @@ class Lanes(Driver):
         opening: the environments, and what is asked for.
         calls: how they are stepped and reset.
         first_info: of lane 0: shows the form of what is recorded of infos.
+        journal: what it takes to play open episodes again; None: nobody keeps it.
     """
 
-    def __init__(self, opening: Opening, calls: LaneCalls, first_info: Mapping[str, Any]) -> None:
+    def __init__(
+        self, opening: Opening, calls: LaneCalls, first_info: Mapping[str, Any], *, journal: Journal | None = None
+    ) -> None:
         super().__init__(opening)
+        self.steps_one_by_one = True
+        self._cuts = opening.what.resume == "cut"
+        self._keeps_info = callable(opening.what.reset_options)
+        self._journal = journal
         envs, what = opening.envs, opening.what
         self.num_lanes = len(envs)
         self.lead: tuple[int, ...] = (self.num_lanes,) if opening.batched else ()
@@ -240,11 +259,21 @@ class Lanes(Driver):
                     start = end + 1
                 if not (ended and ended[-1] == made - 1):
                     after[lane, made - 1] = current[lane]
+        if self._journal is not None:
+            self._note(self._journal, [ended[-1] + 1 if ended else 0 for ended in ends], made)
         self._now, self._next, self._rows, self._after = {}, {}, [], self._current_rows
         self._arrays = Arrays({}, remember=False)
         self._rewards = self._terminated = self._truncated = np.zeros((0, 0), np.float32).data
         if self._info is not None:
             self._info.release()
+
+    def _note(self, journal: Journal, begins: Sequence[int], made: int) -> None:
+        """The open episode of each lane has the frames from this one on."""
+        actions = [self._arrays[leaf.key] for leaf in self.action_codec.leaves]
+        for lane, begin in enumerate(begins):
+            shown = [now[lane, begin:made] for now in self._now.values()]
+            shown.append(np.asarray(self._rewards)[lane, begin:made])
+            journal.go_on(lane, [leaf[lane, begin:made] for leaf in actions], shown)
 
     def reset(
         self, lanes: Sequence[int], seeds: Sequence[int] | None = None, kwargs: Mapping[str, Any] | None = None
@@ -265,7 +294,8 @@ class Lanes(Driver):
     def state_dict(self) -> dict[str, Any]:
         """By lane: the number of its episode, its environment's generator, and what a `state_dict` of that returns."""
         return {
-            str(lane): {**env_state(env), "episode": self._calls.episodes[lane]} for lane, env in enumerate(self._envs)
+            str(lane): {**env_state(env), "episode": self._calls.episodes[lane], **self._calls.seeds(lane)}
+            for lane, env in enumerate(self._envs)
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,6 +303,72 @@ class Lanes(Driver):
         for lane, env in enumerate(self._envs):
             load_env_state(env, state[str(lane)])
             self._calls.episodes[lane] = state[str(lane)]["episode"]
+            self._calls.load_seeds(lane, state[str(lane)])
+
+    # --- the middle of an episode ---
+
+    def open_episodes(self) -> dict[str, Any]:
+        """See `EnvDriver`."""
+        told = {} if self._cuts else {str(lane): self._open_episode(lane) for lane in range(self.num_lanes)}
+        return {lane: episode for lane, episode in told.items() if episode is not None}
+
+    def _open_episode(self, lane: int) -> dict[str, Any] | None:
+        if (state := middle_state(self._envs[lane])) is not None:
+            episode: dict[str, Any] = {"state": as_plain(state)}
+        elif self._journal is not None and (told := self._journal.told(lane)) is not None:
+            episode = {"journal": as_plain(told)}
+        else:
+            return None
+        episode["current"] = [as_plain(shown[lane]) for shown in self.current.values()]
+        if self._keeps_info:
+            episode["info"] = as_plain(self._calls.last_info(lane))
+        return episode
+
+    def reopen(self, episodes: Mapping[str, Any]) -> list[int]:
+        """See `EnvDriver`."""
+        return [int(lane) for lane, episode in episodes.items() if self._goes_on(int(lane), episode)]
+
+    def _goes_on(self, lane: int, episode: Mapping[str, Any]) -> bool:
+        if self._cuts:
+            return False
+        if "info" in episode:
+            self._calls.was_told(lane, as_was(episode["info"]))
+        last = [as_was(shown) for shown in episode["current"]]
+        if "state" in episode:
+            if not put_in_the_middle(self._envs[lane], as_was(episode["state"])):
+                return False
+            for current, shown in zip(self.current.values(), last, strict=True):
+                current[lane] = shown
+            return True
+        return self._journal is not None and self._plays(self._journal, lane, as_was(episode["journal"]), last)
+
+    def _plays(self, journal: Journal, lane: int, told: Mapping[str, Any], last: Sequence[Array]) -> bool:
+        """Plays the episode again; whether it came to the same."""
+        played = journal.play(lane, told, self._decode, functools.partial(self._as_stored, lane))
+        now = self._as_stored(lane, played.observation, played.info)
+        same = all(one.tobytes() == other.tobytes() for one, other in zip(now, last, strict=True))
+        if same and not played.has_ended and played.shown == tuple(told["shown"]):
+            return True
+        warn(
+            f"Lane {lane} showed other observations, or paid otherwise, when its episode was played again "
+            '(resume="replay"): something in it is random beside its own generator, or lasts over episodes. A new '
+            "episode begins, a CUT."
+        )
+        return False
+
+    def _as_stored(self, lane: int, observation: Any, info: dict[str, Any]) -> Sequence[Array]:
+        """What is stored of an observation, `[1, *shape]` a leaf; it is in `current`, too."""
+        self._begin(lane, (observation, mask_of(info)) if self._paired else observation)
+        return [current[lane : lane + 1] for current in self.current.values()]
+
+    def seed_episodes(self, roots: Sequence[Root]) -> None:
+        """See `EnvDriver`."""
+        self._calls.seed_by(roots)
+
+    def number_episodes(self, numbers: Mapping[int, int]) -> None:
+        """See `EnvDriver`."""
+        for lane, number in numbers.items():
+            self._calls.number(lane, number)
 
 
 def _mask_leaf(what: What, info: Mapping[str, Any]) -> Leaf | None:

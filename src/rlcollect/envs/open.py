@@ -69,6 +69,8 @@ def open_driver(
     *,
     names: Sequence[str] = (),
     worker: int = 0,
+    seed: int = 0,
+    generation: int = 0,
     before_reset: Callable[[], None] | None = None,
 ) -> EnvDriver:
     """Makes the environments of a worker, resets them, and plans how they are stepped and stored.
@@ -78,7 +80,9 @@ def open_driver(
         what: info keys, names, dtypes and reset options are taken from here.
         where: how many lanes, and how their environments are made.
         names: names that observation keys may not have, beside those that are always ours.
-        worker: number of the worker, for errors.
+        worker: number of the worker, for errors and seeds.
+        seed: whose children the seeds of single episodes are, until others are asked for.
+        generation: how many workers of this number there were before.
         before_reset: called when all are made, and before the first is reset.
 
     Raises:
@@ -104,7 +108,7 @@ def open_driver(
         kind = _kind_of(envs)
         if before_reset is not None:
             before_reset()
-        return kind.open(Opening(envs, owned, what, where, batched, tuple(names), worker))
+        return kind.open(Opening(envs, owned, what, where, batched, tuple(names), worker, seed, generation))
     except BaseException:
         close_all(owned)
         raise

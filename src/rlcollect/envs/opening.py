@@ -24,7 +24,9 @@ class Opening:
         where: devices, and what the user says of the environments.
         batched: whether batches have a dimension of lanes where each environment is one lane.
         names: names that observation keys may not have, beside those that are always ours.
-        worker: number of the worker, for errors.
+        worker: number of the worker, for errors and seeds.
+        seed: whose children the seeds of single episodes are, until others are asked for.
+        generation: how many workers of this number there were before.
     """
 
     envs: Sequence[Any]
@@ -34,6 +36,8 @@ class Opening:
     batched: bool
     names: Sequence[str]
     worker: int
+    seed: int = 0
+    generation: int = 0
 
 
 class at_lane:  # noqa: N801 - reads as a statement

@@ -117,6 +117,10 @@ class ProcessPool:
         self.board.begin_anew(worker)
         process, channel = self._launched(worker)
         with Held(), channel.lock:  # the first that it hears of is this
+            if not self._is_open:  # another thread has shut it down meanwhile
+                channel.close()
+                self._end([process], LET_GO)
+                raise ClosedError("It was shut down while a worker was started.")
             self._processes[worker], self._channels[worker] = process, channel
             self._retired.discard(worker)
             self._welcome(worker)
@@ -267,19 +271,25 @@ class ProcessPool:
         """
         if not self._is_open:
             return
-        self._is_open = False
         if os.getpid() != self._owner:  # a copy, in a process that was forked from the program
+            self._is_open = False
             for channel in self._channels:
                 channel.let_go()
             return
-        for channel in self._channels:
-            channel.close()
+        processes = [each for worker, each in enumerate(self._processes) if worker not in self._retired]
         try:
-            self._end([each for worker, each in enumerate(self._processes) if worker not in self._retired], timeout)
+            with Held():  # a Ctrl-C leaves nothing half closed
+                self._is_open = False
+                for channel in self._channels:
+                    channel.close()
         finally:
-            self._processes = []
-            self.board.let_go()
-            self._page.let_go()
+            try:
+                self._end(processes, timeout)
+            finally:
+                with Held():
+                    self._processes = []
+                    self.board.let_go()
+                    self._page.let_go()
 
     def _end(self, processes: Sequence[BaseProcess], timeout: float) -> None:
         """Ends processes whose pipes are closed."""

@@ -251,6 +251,16 @@ class PolicyActor:
                     f"{' at first' if example is not None else ''}, and now {list(np.shape(value))}."
                 )
 
+    def state_dict(self) -> list[torch.Tensor]:
+        """What the policy carries from frame to frame."""
+        return [] if self._plan.state is None else self._plan.state.state_dict()
+
+    def load_state_dict(self, state: Sequence[torch.Tensor]) -> bool:
+        """Goes on from there; whether it is what this policy carries."""
+        if self._plan.state is None:
+            return not state
+        return self._plan.state.load_state_dict(state)
+
     def blank(self, memory: RolloutMemory) -> None:
         """What stands where the policy was not asked: zeros, and its state as it is in the beginning."""
         for leaf in self._plan.outputs:

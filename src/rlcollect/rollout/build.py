@@ -51,11 +51,20 @@ def make_driver(
     where: Where,
     *,
     worker: int = 0,
+    seed: int = 0,
+    generation: int = 0,
     before_reset: Callable[[], None] | None = None,
 ) -> EnvDriver:
     """Makes and resets the environments of a worker; see `open_driver`."""
     return open_driver(
-        create_env_fn, what, where, names=_optional_names(what), worker=worker, before_reset=before_reset
+        create_env_fn,
+        what,
+        where,
+        names=_optional_names(what),
+        worker=worker,
+        seed=seed,
+        generation=generation,
+        before_reset=before_reset,
     )
 
 
@@ -161,6 +170,9 @@ def _is_scratch(driver: EnvDriver) -> TypeGuard[ScratchDriver]:
 
 def _check_resets(driver: EnvDriver, what: What) -> None:
     """Options that reset lanes one by one need environments that can be."""
+    for name, asked in (("seed_per_episode=True", what.seed_per_episode), ('resume="replay"', what.resume == "replay")):
+        if asked and not driver.steps_one_by_one:
+            raise OptionError(f"{name} is for environments that hold one lane each, and are stepped one by one.")
     if driver.refuses_lane_resets is None:
         return
     for name, asked in (
@@ -255,8 +267,7 @@ def _leaves(driver: EnvDriver, plan: Plan | None, what: What) -> list[Leaf]:
     marks = [Leaf(("policy_version",), (), torch.int64)]
     if "traj_ids" in recorded:
         marks.insert(0, Leaf(("traj_ids",), (), torch.int64))
-    if "worker" in recorded:
-        marks.append(Leaf(("worker",), (), torch.int64))
+    marks += [Leaf((name,), (), torch.int64) for name in ("worker", "episode") if name in recorded]
     if _is_scratch(driver) or "mask" in recorded:
         marks.append(Leaf(("mask",), (), torch.bool))
     return [

@@ -170,6 +170,9 @@ class DenseEngine(Engine):
         for t, lane in self._driver.ends:
             ended[lane, t] = True
         lanes, times = np.indices((num_lanes, made))
+        if "episode" in self._recorded:
+            numbers = self.episodes.numbered(lanes.ravel(), ended.ravel())
+            arrays["collector", "episode"][:, :made] = numbers.reshape(num_lanes, made)
         ids, counts = self.episodes.go_on(
             lanes.ravel(), times.ravel(), ended.ravel(), self._rewards(arrays, made).ravel()
         )

@@ -29,12 +29,13 @@ from rlcollect.rollout.actors import PolicyActor, RandomActor
 from rlcollect.rollout.episodes import Episodes
 from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler
+from rlcollect.seeds import Root, Seed
 
 __all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "counts_of", "shares_of"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
-STATE_KEYS = ("env_state_dict", "episodes", "random", "seeds", "policy_version", "steps", "warmup_left")
+STATE_KEYS = ("env_state_dict", "open", "episodes", "random", "seeds", "policy_version", "steps", "warmup_left")
 WINDOW = 256  # steps for which views are made at once: few enough to die young, or the garbage collector walks the heap
 
 
@@ -152,6 +153,7 @@ class Engine:
         self._failure: BaseException | None = None  # to be raised when the steps before it are stored
         self._failed_at = 0  # the step that was relayed last
         self._reset_at_each_iter = what.reset_at_each_iter
+        self._seeds_episodes = what.seed_per_episode
         self._due: set[int] = set()  # lanes to be reset before the next rollout
         self._seeds: dict[int, int] = {}  # for the next reset of a lane
 
@@ -356,6 +358,7 @@ class Engine:
         if self._seeds and self._driver.refuses_lane_seeds is not None:
             lanes = range(self._driver.num_lanes)  # all are due, with a seed
         kwargs = {} if options is None else {"options": dict(options)}
+        self._driver.number_episodes({lane: int(self.episodes.numbers[lane]) + 1 for lane in lanes})
         try:
             with self.stream:
                 self._reset_groups(lanes, waiting, kwargs)
@@ -420,7 +423,9 @@ class Engine:
             generation: how many workers of this number were seeded so before.
         """
         lanes = range(self._driver.num_lanes)
-        if isinstance(seed, Sequence):
+        if self._seeds_episodes:
+            self._seed_episodes(seed, static=static, generation=generation)
+        elif isinstance(seed, Sequence):
             given = [lane_seed(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
             self._seeds = dict(zip(lanes, given if generation else seed, strict=True))
         elif static:
@@ -431,9 +436,25 @@ class Engine:
         self.stream = TorchStream(torch_seed(seed, self._worker, generation), self.stream.device)
         self._random.reseed(action_generator(seed, self._worker, generation))
 
+    def _seed_episodes(self, seed: Seed, *, static: bool, generation: int) -> None:
+        """Each episode has a seed of its own from now on."""
+        lanes = range(self._driver.num_lanes)
+        if isinstance(seed, Sequence):
+            roots: list[Root] = [(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
+        elif static:
+            roots = [(seed, 0, 0, generation) for _ in lanes]
+        else:
+            roots = [(seed, self._worker, lane, generation) for lane in lanes]
+        self._driver.seed_episodes(roots)
+
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids and random states, and what the environments can save of themselves."""
         return {
+            "open": {
+                "episodes": self._driver.open_episodes(),
+                "due": sorted(self._due),
+                "policy": [] if self._policy is None else self._policy.state_dict(),
+            },
             "env_state_dict": self._driver.state_dict(),
             "episodes": self.episodes.state_dict(),
             "random": {**self.stream.state_dict(), "actions": self._random.sampler.state_dict()},
@@ -444,8 +465,13 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, with new episodes: a CUT, at the next rollout."""
+        """Goes on where `state_dict` was taken. Lanes whose episodes cannot begin new ones, a CUT."""
+        lanes = {*range(self._driver.num_lanes)}
+        self._due = lanes  # in case it is broken off
         self._driver.load_state_dict(state["env_state_dict"])
+        going_on = {*self._driver.reopen(state["open"]["episodes"])} - {*state["open"]["due"]}
+        if self._policy is not None and not self._policy.load_state_dict(state["open"]["policy"]):
+            going_on = set()
         self.episodes.load_state_dict(state["episodes"])
         self.stream.load_state_dict(state["random"])
         self._random.sampler.load_state_dict(state["random"]["actions"])
@@ -453,7 +479,8 @@ class Engine:
         self.policy_version = state["policy_version"]
         self.steps = state["steps"]
         self.warmup_left = np.asarray(state["warmup_left"], np.int64)
-        self._due = set(range(self._driver.num_lanes))
+        self._driver.number_episodes({lane: int(self.episodes.numbers[lane]) + 1 for lane in lanes})
+        self._due = lanes - going_on
 
     def relayed(self, error: BaseException, t: int) -> BaseException:
         """What to raise in the place of an exception that came in step t."""

@@ -24,6 +24,7 @@ class Episodes:
 
     Attributes:
         ages: int64 `[N]`, frames that the open episode of each lane has so far.
+        numbers: int64 `[N]`, how many episodes each lane had before the open one.
         finished: how many episodes have ended.
         returns, lengths: of the last hundred of these.
 
@@ -37,6 +38,7 @@ class Episodes:
         self.finished = 0
         self.returns: deque[float] = deque(maxlen=REMEMBERED)
         self.lengths: deque[int] = deque(maxlen=REMEMBERED)
+        self.numbers = np.full(num_lanes, -1, np.int64)
         self._ids = np.zeros(num_lanes, np.int64)
         self._next_id = prefix << COUNTER_BITS
         self._sums = np.zeros(num_lanes, np.float64)  # rewards of the open episodes
@@ -46,6 +48,7 @@ class Episodes:
         """These lanes begin a new episode, though the one before did not end."""
         where = np.asarray(lanes, np.int64)
         self._ids[where] = self._new_ids(len(where))
+        self.numbers[where] += 1
         self.ages[where] = 0
         self._sums[where] = 0.0
 
@@ -53,6 +56,19 @@ class Episodes:
         first = self._next_id
         self._next_id += count
         return np.arange(first, self._next_id)
+
+    def numbered(self, lanes: Array, over: Array) -> Array:
+        """The number of each frame's episode in its lane: int64 `[F]`; asked before `go_on` takes the frames.
+
+        Args:
+            lanes: as there.
+            over: bool `[F]`, whether another episode began after a frame.
+        """
+        before = np.cumsum(over) - over
+        heads = np.flatnonzero(np.diff(lanes, prepend=-1))
+        per_lane = np.diff(heads, append=len(lanes))
+        numbers: Array = self.numbers[lanes] + before - np.repeat(before[heads], per_lane)
+        return numbers
 
     def go_on(
         self, lanes: Array, times: Array, ended: Array, rewards: Array, cut: Array | None = None
@@ -94,6 +110,7 @@ class Episodes:
         self.lengths.extend((counts[last_in_time] + 1).tolist())
         self._ids[here] = np.where(over, ids_made[ends.searchsorted(last)], ids[last])
         self.ages[here] = np.where(over, 0, counts[last] + 1)
+        self.numbers[here] += np.add.reduceat(ended.astype(np.int64), heads)
         return ids, counts
 
     def _remember(self, rewards: Array, firsts: Array, at_head: Array, here: Array, ends: Array, over: Array) -> None:
@@ -106,8 +123,14 @@ class Episodes:
         self._sums[here] = np.where(over, 0.0, sums[np.append(at_head[1:], len(firsts)) - 1])
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on after a load: counters. Open episodes do not: a load cuts them."""
+        """Counters, and the open episodes."""
         return {
+            "open": {
+                "ids": self._ids.tolist(),
+                "ages": self.ages.tolist(),
+                "sums": self._sums.tolist(),
+                "numbers": self.numbers.tolist(),
+            },
             "next_id": self._next_id,
             "finished": self.finished,
             "returns": [*self.returns],
@@ -115,7 +138,9 @@ class Episodes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ids go on after those of the state."""
+        """Goes on from there; lanes whose open episodes do not are to be `cut`."""
+        for name, own in (("ids", self._ids), ("ages", self.ages), ("sums", self._sums), ("numbers", self.numbers)):
+            own[:] = state["open"][name]
         self._next_id = state["next_id"]
         self.finished = state["finished"]
         self.returns = deque(state["returns"], maxlen=REMEMBERED)

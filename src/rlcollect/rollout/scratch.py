@@ -274,6 +274,7 @@ class ScratchEngine(Engine):
         """Copies frames to where they belong in the batches to come."""
         ended = frames.ended
         times = self.steps * self._width + frames.after
+        numbers = self.episodes.numbered(frames.lanes, ended if frames.cut is None else ended | frames.cut)
         ids, counts = self.episodes.go_on(frames.lanes, times, ended, self._rewards(frames), frames.cut)
         marks: dict[Key, Array] = {
             ("next", "done"): ended[:, None],
@@ -281,6 +282,7 @@ class ScratchEngine(Engine):
             VERSION: self._versions[frames.acted],
             IDS: ids,
             ("collector", "worker"): np.full(len(ids), self._worker),
+            ("collector", "episode"): numbers,
             ("step_count",): counts[:, None],
             ("next", "step_count"): counts[:, None] + 1,
             ("is_init",): counts[:, None] == 0,

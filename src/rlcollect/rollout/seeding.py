@@ -20,8 +20,10 @@ __all__ = [
     "ProgramState",
     "TorchStream",
     "action_generator",
+    "globals_state",
     "lane_seed",
     "seed_globals",
+    "set_globals_state",
     "torch_seed",
     "untouched_randomness",
 ]
@@ -105,6 +107,26 @@ class ProgramState:
         torch.set_rng_state(self._random)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random, self._device)
+
+
+def globals_state() -> dict[str, Any]:
+    """The global generators of `random`, numpy and torch, as plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    return {
+        "random": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def set_globals_state(state: Mapping[str, Any]) -> None:
+    """Puts back what `globals_state` gave."""
+    version, numbers, gauss = state["random"]
+    name, keys, *rest = state["numpy"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class LastingPool:
         """
         self._revival = revival
         self._facts = facts
-        self._own = [Report(warmup=each.warmup) for each in facts]
+        self._own = [Report(warmup=each.warmup, numbers=(0,) * each.num_lanes) for each in facts]
 
     def __len__(self) -> int:
         return len(self._pool)
@@ -231,7 +231,9 @@ class LastingPool:
             self.dropped[worker] += own.surplus + self._lost(worker, cause, own.steps + new)
             made = replace(own, steps=own.steps + new, surplus=0, warmup=owed(own.warmup, new))
             self._past[worker] = replace(made.after(self._past[worker]), warmup=made.warmup)
-            self._own[worker] = Report(warmup=made.warmup)
+            # no step ends more than one episode of a lane: these are numbers that nobody has seen
+            numbers = tuple(number + new + 1 for number in own.numbers)
+            self._own[worker] = Report(warmup=made.warmup, numbers=numbers)
             self._rollouts[worker] += self._own_rollouts[worker]
             self._own_rollouts[worker] = 0
             self.restarts[worker] += 1
@@ -278,7 +280,7 @@ class LastingPool:
             if self._sent[build].worker == worker:  # an attempt that failed
                 del self._sent[build]
         waiting = sorted(number for number, sent in self._sent.items() if sent.worker == worker)
-        self._ask(worker, revival.build(worker, self._own[worker].warmup))
+        self._ask(worker, revival.build(worker, self._own[worker].warmup, self._own[worker].numbers))
         for command, descriptors in revival.afterwards(worker):
             self._send(self.new_number(), worker, command, descriptors=descriptors)
         for number in sorted(waiting, key=lambda each: (not kept or each != first, each)):

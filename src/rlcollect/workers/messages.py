@@ -78,6 +78,7 @@ class Build(Command):
         generation: how many workers of this number there were before.
         prefix: of the ids of its episodes; None: its number.
         warmup: random frames that each of its lanes still owes; None: its share of them all.
+        numbers: of the episode that each of its lanes begins with; None: 0.
         weights: that were loaded into a worker's policy from a state; None: none were.
         version: of the weights that it begins with.
         receiver: by which weights come to it; None: they do not.
@@ -103,6 +104,7 @@ class Build(Command):
     generation: int = 0
     prefix: int | None = None
     warmup: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None
     weights: Mapping[str, Any] | None = None
     version: int = 0
     receiver: Any = None
@@ -347,6 +349,7 @@ class Report:
         sampled: steps that were measured.
         env, policy, writing: seconds of those, together.
         warmup: random frames that each lane still owes.
+        numbers: of the open episode of each lane.
     """
 
     episodes: int = 0
@@ -361,6 +364,7 @@ class Report:
     policy: float = 0.0
     writing: float = 0.0
     warmup: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def after(self, before: Report) -> Report:
         """This one's figures together with those of the workers that it was put in the place of."""

@@ -82,12 +82,13 @@ class Revival:
         """What is said of the newest failure."""
         return self._restarts.warning(worker)
 
-    def build(self, worker: int, warmup: Sequence[int]) -> Build:
+    def build(self, worker: int, warmup: Sequence[int], numbers: Sequence[int]) -> Build:
         """What it is made from.
 
         Args:
             worker: which.
             warmup: random frames that each of its lanes still owes.
+            numbers: of the episode that each begins with.
         """
         prefix, self.prefixes = self.prefixes, self.prefixes + 1
         loaded = self._loaded.get(worker, {})
@@ -96,6 +97,7 @@ class Revival:
             generation=self._restarts.counts[worker],
             prefix=prefix,
             warmup=tuple(warmup),
+            numbers=tuple(numbers),
             weights=loaded.get("weights"),
             version=loaded.get("policy_version", 0),
         )

@@ -23,7 +23,8 @@ from rlcollect.options import Sink
 from rlcollect.rollout.build import build_engine, make_driver
 from rlcollect.rollout.engine import STATE_KEYS, shares_of
 from rlcollect.rollout.policy.intake import take_in
-from rlcollect.rollout.seeding import seed_globals
+from rlcollect.rollout.policy.stated import generators_of
+from rlcollect.rollout.seeding import globals_state, seed_globals, set_globals_state
 from rlcollect.weights.naming import weights_of
 from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.keeping import Keeping
@@ -107,7 +108,13 @@ class Worker:
         self.taking = Taking(self.acting, build.receiver)
         enter("building its environments")
         self.driver = make_driver(
-            build.create_env_fn, build.what, build.where, worker=build.worker, before_reset=self._before_reset
+            build.create_env_fn,
+            build.what,
+            build.where,
+            worker=build.worker,
+            seed=build.seed,
+            generation=build.generation,
+            before_reset=self._before_reset,
         )
         try:
             self.taking.look_after({path: self.find(path) for path in build.models})
@@ -129,9 +136,14 @@ class Worker:
                 generation=build.generation,
                 seed=build.seed,
             )
+            self._begin(beat, stops, keeping)
         except BaseException:
             self.driver.close()
             raise
+
+    def _begin(self, beat: Callable[[int], None] | None, stops: Stops | None, keeping: Keeping | None) -> None:
+        """What the engine is given beside what it is made of; and what is known of it all."""
+        build = self._build
         self.engine.beat = beat or self.engine.beat
         if build.weights is not None:
             self.acting.load(build.weights, strict=False)
@@ -140,6 +152,9 @@ class Worker:
             self.engine.newer = self.taking.take
         if build.warmup is not None:
             self.engine.warmup_left = np.array(build.warmup, np.int64)
+        if build.numbers is not None:
+            self.engine.episodes.numbers[:] = build.numbers
+            self.driver.number_episodes({lane: number + 1 for lane, number in enumerate(build.numbers)})
         self._stops = stops
         if stops is not None and (build.can_stop or build.keeps):  # a question after each step is a sign of life
             self.engine.interruptor = stops
@@ -277,8 +292,13 @@ class Worker:
         self.engine.reset(lanes, seeds if seeds is None or isinstance(seeds, int) else list(seeds), command.options)
 
     def _save(self, command: Save) -> Saved:  # noqa: ARG002
+        self._take()  # as the next rollout would: the state is what that begins with
         self._enter("saving or loading a state")
         state = self.engine.state_dict()
+        if self._is_alone:
+            state["globals"] = globals_state()
+        if generators := generators_of(self.acting.policy):
+            state["generators"] = [generator.get_state() for generator in generators]
         if self._is_alone and (weights := self._own_weights()):
             state["weights"] = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
         return Saved(state, self._rollouts)
@@ -294,6 +314,10 @@ class Worker:
         self._take()  # of other models; what is of the state comes afterwards
         self._enter("saving or loading a state")
         self.engine.load_state_dict(command.state)
+        if self._is_alone and "globals" in command.state:
+            set_globals_state(command.state["globals"])
+        for generator, own in zip(generators_of(self.acting.policy), command.state.get("generators", ()), strict=False):
+            generator.set_state(own)
         if "weights" in command.state:
             self.acting.load(command.state["weights"], strict=False)
         return self.report()
@@ -321,6 +345,7 @@ class Worker:
             policy=sampler.policy,
             writing=sampler.writing,
             warmup=tuple(engine.warmup_owed.tolist()),
+            numbers=tuple(engine.episodes.numbers.tolist()),
         )
 
     def close(self) -> list[BaseException]:

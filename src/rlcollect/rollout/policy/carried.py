@@ -195,6 +195,18 @@ class PolicyState:
                 )
             state.copy_(tensor)
 
+    def state_dict(self) -> list[torch.Tensor]:
+        """Each part, `[N, *shape]`: what is shown next."""
+        return [pair[self.turn].cpu().clone() for pair in self._pairs]
+
+    def load_state_dict(self, state: Sequence[torch.Tensor]) -> bool:
+        """Goes on from there; whether it is of the same form, and else nothing is changed."""
+        if [each.shape for each in state] != [one.shape for one, _ in self._pairs]:
+            return False
+        for pair, own in zip(self._pairs, state, strict=True):
+            pair[self.turn].copy_(own)
+        return True
+
     def blank_lanes(self, lanes: list[int]) -> None:
         """Chance acted in these lanes: their state stays as it was in the beginning."""
         self._begin_lanes(lanes)
