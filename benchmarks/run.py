@@ -13,10 +13,13 @@ for name in (
     "policies",
     "vector_environments",
     "frames",
+    "compact",
     "workers",
     "weights",
     "process_vector_env",
     "stragglers",
+    "trajectories",
+    "whole_episodes",
     "import_time",
     "stats_cost",
 ):
