@@ -406,6 +406,7 @@ class TestFlat:
     @pytest.mark.parametrize(
         ("batches", "bytes_more"), [(700, 2**20), pytest.param(2000, 2 * 2**20, marks=pytest.mark.slow)]
     )
+    @pytest.mark.slow
     def test_many_small_batches_with_many_episodes(self, options, batches, bytes_more):
         with Collector(counters(1, 2, 3), as_tensordict_policy, frames_per_batch=24, **options) as collector:
             for _ in range(300):

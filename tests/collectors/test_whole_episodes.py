@@ -568,6 +568,7 @@ class TestWhatNeverEnds:
             assert [collector.next()["collector", "mask"].sum(-1).max() for _ in range(3)] == [50, 3, 3]
 
     @every_order
+    @pytest.mark.slow
     def test_memory_is_flat(self, traj_order):
         """One lane never ends, and is truncated; the others' episodes are short. 500 batches."""
         with Collector(

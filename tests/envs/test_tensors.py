@@ -1489,6 +1489,7 @@ class TestAnotherDevice:
     @every_place
     @pytest.mark.parametrize("name", ["random", "counting"])
     @pytest.mark.parametrize("option", OPTIONS)
+    @pytest.mark.slow
     def test_every_option(self, place, name, option):
         batches = 1 if option == "a long rollout" else 4
         plain = run("cpu", name, batches=batches, **OPTIONS[option])
@@ -1861,6 +1862,7 @@ class TestPlaces:
 
     @pytest.mark.parametrize("name", ["module", "recurrent", "counting", "is_init"])
     @pytest.mark.parametrize("option", ["a warm-up, unevenly", "both and a warm-up", "one TensorDict, short at last"])
+    @pytest.mark.slow
     def test_with_other_options(self, place, name, policy_place, storing, option):
         plain, found = placed(place, name, policy_place, storing, **OPTIONS[option])
         assert found == plain

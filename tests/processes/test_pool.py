@@ -674,7 +674,7 @@ class TestShutdown:
         self.ended(pool, processes)
 
     @pytest.mark.parametrize("method", METHODS)
-    @pytest.mark.parametrize("at", [0, 1])
+    @pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1])
     def test_a_ctrl_c_between_two_steps_of_a_start_leaves_nothing(self, method, at, monkeypatch):
         """What was made a moment ago has an owner: no socket, no process stays."""
         pipe, made = multiprocessing.Pipe, []

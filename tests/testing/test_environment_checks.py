@@ -138,6 +138,7 @@ class TestCleanEnvironments:
         + [(AsyncVectorEnv, env) for env in (Tagged, Walk)],
         ids=str,
     )
+    @pytest.mark.slow
     def test_vector(self, env, kind, mode):
         lanes = (
             [functools.partial(env, length=length) for length in (3, 4, 7)] if env in (Counter, Tagged) else [env] * 3

@@ -451,6 +451,7 @@ class TestBreakerStalls:
 
 class TestBreakerDies:
     @pytest.mark.parametrize(("how", "status"), [("exit", EXIT_CODE), ("kill", -signal.SIGKILL)])
+    @pytest.mark.slow
     def test_the_process_ends_without_clean_up(self, how, status):
         script = (
             "import atexit; from rlcollect.testing import Breaker; atexit.register(print, 'cleaned up', flush=True)\n"

@@ -247,6 +247,7 @@ def patient(collector):
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("lag", [0, 1, 3])
 class TestAnAsyncRun:
+    @pytest.mark.slow
     def test_delivers_nothing_older_and_all_that_was_asked_for(self, kind, batches, lag):
         frames, seen, rewards = 30 * STEPS, Counter(), {0: [], 1: []}
         with collecting(kind, lag, batches_per_version=batches, total_frames=frames) as collector:

@@ -225,6 +225,7 @@ class TestUnstableOnes:
         assert sum(each.restarts for each in stats.workers) > 500
 
     @pytest.mark.parametrize("options", [{}, {"stragglers": "continue"}, {"cat_results": -1}], ids=str)
+    @pytest.mark.slow
     def test_with_workers_that_are_late(self, options):
         makers = [lambda: Life(rate=0.004), lambda: Life(rate=0.004, wait=0.002)]
         frames = 0

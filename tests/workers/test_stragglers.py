@@ -95,6 +95,7 @@ class TestStop:
         total=st.integers(1, 30).map(lambda count: 3 * count),
     )
     @FEW
+    @pytest.mark.slow
     def test_no_frame_is_lost_whoever_is_late(self, waits, threshold, total):
         seen, previous, versions = Seen(), None, []
         options = {"frames_per_batch": 3 * 8, "total_frames": total, "preemptive_threshold": threshold}

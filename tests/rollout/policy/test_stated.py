@@ -261,6 +261,7 @@ class TestTheSameBatches:
         assert not self.both(Weighing, lanes)["scores"].requires_grad
 
     @lanes_too
+    @pytest.mark.slow
     def test_of_a_compiled_policy(self, lanes):
         self.both(lambda: Declaring(Composite(ALL)), lanes, compile_policy={"backend": "eager"})
 
