@@ -303,10 +303,10 @@ class Script:
         return found
 
     def wait_for(self, line: str, seconds: float = 40.0) -> None:
-        """Until it has printed this line."""
-        came = becomes_true(lambda: line in self.out.splitlines() or self.process.poll() is not None, seconds)
+        """Until it has printed this; two processes that print at once may do so in one line."""
+        came = becomes_true(lambda: line in self.out or self.process.poll() is not None, seconds)
         assert came, f"no {line!r}: {self.out}{self.err}"
-        assert line in self.out.splitlines(), f"it ended without {line!r}: {self.out}{self.err}"
+        assert line in self.out, f"it ended without {line!r}: {self.out}{self.err}"
 
     def interrupt(self) -> None:
         """Ctrl-C: the terminal sends it to all processes of the group."""
