@@ -498,6 +498,15 @@ class TestState:
                 seen.add(batch)
 
 
+def test_nested_episodes_pad_to_the_longest_and_not_to_all_of_them():
+    """As those of `split_trajectories` do."""
+    options = {"frames_per_batch": 40, "trajs_per_batch": 4}
+    with Collector(lanes(3, 7), **options, traj_format="nested") as collector:
+        nested = collector.next()["observation"]
+    with Collector(lanes(3, 7), **options) as collector:
+        assert nested.to_padded_tensor(0).equal(collector.next()["observation"])
+
+
 def test_a_state_with_other_keys_is_refused():
     """Half of an episode would lack what the other half has."""
     options = {"frames_per_batch": 8, "trajs_per_batch": 3}

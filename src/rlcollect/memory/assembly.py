@@ -14,13 +14,13 @@ from tensordict import TensorDictBase
 from rlcollect.errors import EnvError, OptionError
 from rlcollect.layout import show_key
 from rlcollect.memory.episodes import Episode, Source
-from rlcollect.memory.gathering import Cat, Gathering
+from rlcollect.memory.gathering import MASK, Cat, Gathering
 from rlcollect.memory.orders import Order
 
 __all__ = ["Assembly"]
 
 Array = np.ndarray[Any, Any]
-IDS, DONE, MASK = ("collector", "traj_ids"), ("next", "done"), ("collector", "mask")
+IDS, DONE = ("collector", "traj_ids"), ("next", "done")
 TIDY = 4  # frames that are kept for each that is wanted, at most
 
 

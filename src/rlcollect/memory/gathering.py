@@ -17,10 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlcollect.layout import Key, has_numpy, nested
 from rlcollect.memory.episodes import Episode, Source
-from rlcollect.memory.rows import taken_rows
+from rlcollect.memory.rows import JaggedTensors, taken_rows
 from rlcollect.memory.trajectories import split_trajectories
 
-__all__ = ["Cat", "Form", "Gathering", "Nested", "Padded"]
+__all__ = ["MASK", "Cat", "Form", "Gathering", "Nested", "Padded"]
 
 Array = np.ndarray[Any, Any]
 LARGE = 1024  # bytes of a frame from which on it is copied by itself
@@ -130,14 +130,11 @@ class Nested:
 class _Jagged(Layout):
     def __init__(self, lengths: Array) -> None:
         super().__init__([len(lengths)], [None], int(lengths.sum()))
-        offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))))
-        self._offsets = {offsets.device: offsets}  # one a device: tensors that share it can be computed with together
+        self._nested = JaggedTensors(torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))))
 
     def formed(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Layout`."""
-        if rows.device not in self._offsets:
-            self._offsets[rows.device] = next(iter(self._offsets.values())).to(rows.device)
-        return torch.nested.nested_tensor_from_jagged(rows, self._offsets[rows.device])
+        return self._nested.of(rows)
 
 
 def _cut(lengths: Array, longest: int) -> Array:

@@ -24,7 +24,7 @@ from tensordict import (
 
 from rlcollect.errors import OptionError
 
-__all__ = ["Jagged", "Taken", "taken_rows"]
+__all__ = ["Jagged", "JaggedTensors", "Taken", "taken_rows"]
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What torch has no index functions for, by what is as wide."""
@@ -145,6 +145,30 @@ class Taken(Rearrangement):
         return _folded(put, self.size)
 
 
+class JaggedTensors:
+    """Nested tensors of pieces of these lengths.
+
+    Attributes:
+        lengths: of the pieces.
+
+    Args:
+        offsets: `[n + 1]` where each piece begins, and where the last ends.
+    """
+
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self.lengths: list[int] = offsets.diff().tolist()
+        self._offsets = {offsets.device: offsets}  # one a device: what shares it can be computed with together
+        self._least, self._most = min(self.lengths, default=0), max(self.lengths, default=0)
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[K, *shape]`, piece by piece, as `[n, j, *shape]`; it shares their memory."""
+        if rows.device not in self._offsets:
+            self._offsets[rows.device] = next(iter(self._offsets.values())).to(rows.device)
+        return torch.nested.nested_tensor_from_jagged(
+            rows, self._offsets[rows.device], min_seqlen=self._least, max_seqlen=self._most
+        )
+
+
 class Jagged(Rearrangement):
     """Rows as nested tensors: piece by piece, each of its own length.
 
@@ -160,8 +184,7 @@ class Jagged(Rearrangement):
     def __init__(self, dims: int, rows: torch.Tensor | None, offsets: torch.Tensor) -> None:
         super().__init__(dims, (len(offsets) - 1,), (None,))
         self._rows = rows
-        self._offsets = {offsets.device: offsets}
-        self._lengths = offsets.diff().tolist()
+        self._nested = JaggedTensors(offsets)
 
     def size_of(self, data: Any) -> tuple[int, ...]:  # noqa: ARG002 - the other kind looks at it
         """What stands behind a length that differs is no batch dimension."""
@@ -170,13 +193,7 @@ class Jagged(Rearrangement):
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
         """All pieces at once."""
         rows = taken_rows(value, self.dims, self._rows)
-        rows = rows.clone(memory_format=torch.contiguous_format) if self._rows is None else rows
-        if rows.device not in self._offsets:  # one tensor a device: what shares it can be computed with together
-            self._offsets[rows.device] = next(iter(self._offsets.values())).to(rows.device)
-        least, most = min(self._lengths, default=0), max(self._lengths, default=0)
-        return torch.nested.nested_tensor_from_jagged(
-            rows, self._offsets[rows.device], min_seqlen=least, max_seqlen=most
-        )
+        return self._nested.of(rows.clone(memory_format=torch.contiguous_format) if self._rows is None else rows)
 
     def parts(self, data: LazyStackedTensorDict) -> TensorDictBase:
         """As one tensor, where it can be."""
@@ -192,7 +209,7 @@ class Jagged(Rearrangement):
                 "pieces may differ in a nested tensor. Leave out as_nested, or these keys."
             )
         rows = iter(_objects(data, self.dims, self._rows))
-        pieces = [lazy_stack([next(rows) for _ in range(length)]) for length in self._lengths]
+        pieces = [lazy_stack([next(rows) for _ in range(length)]) for length in self._nested.lengths]
         return lazy_stack(pieces) if pieces else _none_of(data, self.size)
 
 
