@@ -170,7 +170,7 @@ class WholeEpisodes:
                 self._note(made)
                 self._rollouts.kept, self._gather.is_under_way = self._rollouts.kept[1:], False
         versions = frames.values(VERSION)
-        made = Made(frames.formed(self._form), frames.frames, versions=() if versions is None else _counted(versions))
+        made = Made(frames.formed(self._form), frames.frames, versions=() if versions is None else counts_of(versions))
         self.kept, self._out = (made,), frames
         return made
 
@@ -225,12 +225,6 @@ class WholeEpisodes:
         self.kept, self._out = (), None
         frames = {"frames": Made.of_state(state["frames"]).batch} if "frames" in state else {}
         self._assembly.load_state_dict({**state, **frames})
-
-
-def _counted(versions: np.ndarray[Any, Any]) -> tuple[tuple[int, int], ...]:
-    """How many frames there are of each version: of one, most of the time."""
-    newest = int(versions.max())
-    return ((newest, len(versions)),) if versions.min() == newest else counts_of(versions)
 
 
 def form_of(sink: Sink) -> Form:

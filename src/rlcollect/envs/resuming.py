@@ -7,6 +7,7 @@ its MuJoCo environments. Whoever has neither has no such state.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,17 +131,9 @@ def _is_statistic(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if _is_statistic(value):
-        return {name: _copied(part) for name, part in vars(value).items()}
-    if isinstance(value, Mapping):
-        return {key: _copied(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
     if isinstance(value, deque):
-        return list(map(_copied, value))
-    return value
+        return [*copy.deepcopy(value)]
+    return copy.deepcopy(vars(value) if _is_statistic(value) else value)
 
 
 def _set_attributes(thing: Any, state: Mapping[str, Any]) -> None:

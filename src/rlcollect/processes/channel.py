@@ -38,9 +38,8 @@ class Held:
             return
         handler = signal.getsignal(signal.SIGINT)
         if getattr(handler, "__func__", None) is Held._note:  # inside another
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, [signal.SIGINT]
-            )  # whoever was called meanwhile may have let it through
+            # whoever was called meanwhile may have let it through
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             return
         if handler is not None:  # else it is not Python's, and could not be put back
             self._handler = handler

@@ -422,30 +422,25 @@ class Engine:
             static: every lane, of every worker, gets the same child.
             generation: how many workers of this number were seeded so before.
         """
-        lanes = range(self._driver.num_lanes)
+        lanes, roots = range(self._driver.num_lanes), self._roots(seed, static=static, generation=generation)
         if self._seeds_episodes:
-            self._seed_episodes(seed, static=static, generation=generation)
-        elif isinstance(seed, Sequence):
-            given = [lane_seed(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
-            self._seeds = dict(zip(lanes, given if generation else seed, strict=True))
-        elif static:
-            self._seeds = dict.fromkeys(lanes, lane_seed(seed, 0, 0, generation))
+            self._driver.seed_episodes(roots)
+        elif isinstance(seed, Sequence) and not generation:
+            self._seeds = dict(zip(lanes, seed, strict=True))
         else:
-            self._seeds = {lane: lane_seed(seed, self._worker, lane, generation) for lane in lanes}
+            self._seeds = {lane: lane_seed(*root) for lane, root in zip(lanes, roots, strict=True)}
         self._due = set(lanes)
         self.stream = TorchStream(torch_seed(seed, self._worker, generation), self.stream.device)
         self._random.reseed(action_generator(seed, self._worker, generation))
 
-    def _seed_episodes(self, seed: Seed, *, static: bool, generation: int) -> None:
-        """Each episode has a seed of its own from now on."""
+    def _roots(self, seed: Seed, *, static: bool, generation: int) -> list[Root]:
+        """Of each lane's seeds."""
         lanes = range(self._driver.num_lanes)
         if isinstance(seed, Sequence):
-            roots: list[Root] = [(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
-        elif static:
-            roots = [(seed, 0, 0, generation) for _ in lanes]
-        else:
-            roots = [(seed, self._worker, lane, generation) for lane in lanes]
-        self._driver.seed_episodes(roots)
+            return [(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
+        if static:
+            return [(seed, 0, 0, generation)] * len(lanes)
+        return [(seed, self._worker, lane, generation) for lane in lanes]
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids and random states, and what the environments can save of themselves."""
@@ -507,7 +502,9 @@ class _Located:
 
 
 def counts_of(versions: Array) -> tuple[tuple[int, int], ...]:
-    """How many frames there are of each version."""
+    """How many frames there are of each version: of one, most of the time."""
+    if versions.size and versions.min() == (newest := versions.max()):
+        return ((int(newest), versions.size),)
     found, counts = np.unique(versions, return_counts=True)
     return tuple(zip(found.tolist(), counts.tolist(), strict=True))
 

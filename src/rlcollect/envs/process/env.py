@@ -409,9 +409,9 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             timeout: seconds that they may take to finish what they are doing, and to close their environments.
             terminate: whether they are ended at once.
         """
-        self._abandoned.detach()
         self._results = None
         self._crew.close(0.0 if terminate else CLOSING if timeout is None else timeout)
+        self._abandoned.detach()  # not before: what a Ctrl-C broke off is done by the next call, or at the end
 
     def __enter__(self) -> ProcessVectorEnv:
         return self
