@@ -192,11 +192,15 @@ class TestPlainValues:
         assert as_was(plain)["a"].tolist() == [0, 0, 0]
 
     def test_any_loader_takes_them(self, tmp_path):
-        value = {"array": np.zeros(3, np.uint8), "other": {1, 2}, "deep": [{"number": np.float32(2)}]}
-        torch.save(as_plain(value), tmp_path / "value.pt")
+        wide = [np.full(2, np.iinfo(kind).max, kind) for kind in (np.uint16, np.uint32, np.uint64)]
+        value = {"array": np.zeros(3, np.uint8), "other": {1, 2}, "deep": [{"number": np.float32(2)}], "wide": wide}
+        torch.save(pickle.loads(pickle.dumps(as_plain(value))), tmp_path / "value.pt")  # from a worker, to a file
         back = as_was(torch.load(tmp_path / "value.pt", weights_only=True))
         assert back["other"] == {1, 2}
         assert back["deep"] == [{"number": np.float32(2)}]
+        for array, own in zip(back["wide"], wide, strict=True):
+            assert array.dtype == own.dtype
+            assert (array == own).all()
 
 
 class TestJournal:

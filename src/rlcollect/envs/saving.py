@@ -52,8 +52,9 @@ def as_plain(value: Any) -> Any:
         return {"tensor": value.detach().cpu().clone()}
     if (type(value) is np.ndarray or isinstance(value, np.generic)) and value.dtype.str[1:] in NUMBERS:
         kind = "array" if isinstance(value, np.ndarray) else "number"
-        if value.dtype.isnative:
-            return {kind: torch.from_numpy(np.array(value))}
+        if value.dtype.isnative:  # tensors of wide unsigned types cannot be pickled
+            stored = value.dtype.str.replace("u", "i")
+            return {kind: (value.dtype.str, torch.from_numpy(np.array(value).view(stored)))}
     return {"pickled": torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)}
 
 
@@ -70,5 +71,6 @@ def as_was(value: Any) -> Any:
         return pickle.loads(content.cpu().numpy().tobytes())
     if kind == "tensor":
         return content.clone()
-    array = content.cpu().numpy().copy()
+    dtype, stored = content
+    array = stored.cpu().numpy().copy().view(dtype)
     return array if kind == "array" else array[()]
