@@ -110,22 +110,14 @@ class ProgramState:
 
 
 def globals_state() -> dict[str, Any]:
-    """The global generators of `random`, numpy and torch, as plain values and tensors."""
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    return {
-        "random": [version, list(numbers), gauss],
-        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-    }
+    """The global generators of `random`, numpy and torch (the CPU's)."""
+    return {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def set_globals_state(state: Mapping[str, Any]) -> None:
     """Puts back what `globals_state` gave."""
-    version, numbers, gauss = state["random"]
-    name, keys, *rest = state["numpy"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
 
 
@@ -133,14 +125,12 @@ def set_globals_state(state: Mapping[str, Any]) -> None:
 def untouched_randomness(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Puts the global generators of `random`, numpy and torch back as they were, and these others."""
     own = [(generator, generator.get_state()) for generator in generators]
-    states: tuple[Any, Any, torch.Tensor] = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    before = globals_state()
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        set_globals_state(before)
         for index, state in enumerate(on_cuda):
             torch.cuda.set_rng_state(state, index)
         for generator, state in own:

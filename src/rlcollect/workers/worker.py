@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from rlcollect.envs.saving import as_plain, as_was
 from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.shared import MemberSource
 from rlcollect.memory.slots import Slot
@@ -296,7 +297,7 @@ class Worker:
         self._enter("saving or loading a state")
         state = self.engine.state_dict()
         if self._is_alone:
-            state["globals"] = globals_state()
+            state["globals"] = as_plain(globals_state())
         if generators := generators_of(self.acting.policy):
             state["generators"] = [generator.get_state() for generator in generators]
         if self._is_alone and (weights := self._own_weights()):
@@ -315,7 +316,7 @@ class Worker:
         self._enter("saving or loading a state")
         self.engine.load_state_dict(command.state)
         if self._is_alone and "globals" in command.state:
-            set_globals_state(command.state["globals"])
+            set_globals_state(as_was(command.state["globals"]))
         for generator, own in zip(generators_of(self.acting.policy), command.state.get("generators", ()), strict=False):
             generator.set_state(own)
         if "weights" in command.state:
