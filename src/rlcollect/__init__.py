@@ -23,6 +23,7 @@ from rlcollect.errors import (
 )
 from rlcollect.memory.compact import CompactBatch
 from rlcollect.memory.multistep import MultiStep
+from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import ExplorationType, exploration_type, set_exploration_type
 from rlcollect.rollout.policy.intake import RandomPolicy
@@ -59,6 +60,7 @@ __all__ = [
     "ProcessVectorEnv",
     "RandomPolicy",
     "RecurrentModule",
+    "ReplayBuffer",
     "RlcollectError",
     "SharedMemWeightSyncScheme",
     "SharedMemoryError",
