@@ -259,11 +259,6 @@ class TestASequenceOfOne:
 
 
 class TestNamesFromElsewhere:
-    @pytest.mark.parametrize("name", ["replay_buffer", "extend_buffer"])
-    def test_options_of_other_collectors_are_refused_for_what_they_are(self, name):
-        with pytest.raises(OptionError, match=f"{name}.*not have it yet"):
-            Collector(Counter, frames_per_batch=4, **{name: None})
-
     def test_a_seed_is_set_by_a_method(self):
         with pytest.raises(OptionError, match=r"set_seed\(seed\)"):
             Collector(Counter, frames_per_batch=4, seed=0)

@@ -220,11 +220,18 @@ def worker_process(number: int) -> BaseProcess:
 
 
 def kill_worker(number: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Kills it, and waits until it is gone."""
-    process = worker_process(number)
-    assert process.pid is not None
-    os.kill(process.pid, by)
-    process.join(HANG_LIMIT)
+    """Kills it, and waits until it is gone; by its number, since the object is the pool's, in another thread."""
+    pid = worker_process(number).pid
+    assert pid is not None
+    os.kill(pid, by)
+    assert becomes_true(lambda: _has_ended(pid))
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 class within:  # noqa: N801 - reads as a word

@@ -38,6 +38,7 @@ from rlcollect import (
     NoWeightSyncScheme,
     OptionError,
     PolicyError,
+    ReplayBuffer,
     Stats,
     VanillaWeightUpdater,
 )
@@ -1234,12 +1235,17 @@ OPTIONS = {
     "fragment_len": {"fragment_len": 3},
     "return_same_td": {"return_same_td": True},
     "use_buffers": {"use_buffers": False},
+    "replay_buffer": {"replay_buffer": functools.partial(ReplayBuffer, 36, storage="shared")},
+    "extend_buffer": {
+        "replay_buffer": functools.partial(ReplayBuffer, 36, storage="shared"),
+        "extend_buffer": False,
+    },
     "compact_obs": {"compact_obs": True},
     "weight_sync_schemes": {"weight_sync_schemes": {"policy": NoWeightSyncScheme()}},
     "weight_recv_schemes": {"weight_recv_schemes": {}},
     "weight_updater": {"weight_updater": VanillaWeightUpdater},
 }
-"""Every option of a single process, with a value that is not its default."""
+"""Every option of a single process, with a value that is not its default; for a buffer what makes one."""
 
 PROCESSES = "env_workers", "env_groups"  # options that start others: seconds each
 
@@ -1275,8 +1281,10 @@ def policy_for(name):
 
 
 def outcome(cls, name):
-    """The batches that come with an option; or the error."""
+    """The batches that come with an option, or what is in a buffer in their place; or the error."""
     options = {"frames_per_batch": 8, "total_frames": 36, "num_envs": 2, **OPTIONS[name]}
+    if "replay_buffer" in options:
+        options["replay_buffer"] = options["replay_buffer"]()
     if cls is MultiSyncCollector and "trajs_per_batch" not in options:
         options["cat_results"] = 0
     source = functools.partial(Rich, 4)
@@ -1284,6 +1292,9 @@ def outcome(cls, name):
         torch.manual_seed(9)
         with cls([source] if cls is MultiSyncCollector else source, policy_for(name), **options) as c:
             c.set_seed(2)
+            if "replay_buffer" in options:
+                assert list(c) == [None] * 5
+                return [options["replay_buffer"].frames()]
             return [batch.expand() if name == "compact_obs" else batch.clone() for batch in c]
     except Exception as error:
         return error

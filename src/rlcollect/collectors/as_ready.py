@@ -74,6 +74,11 @@ class _AsReady(FromProcesses):
     def _is_full(self, worker: int, command: Collect) -> bool:
         return self._frames_of(worker, command) == self._full
 
+    @property
+    def outstanding(self) -> int:
+        """See `Gather`."""
+        return self._granted()
+
     def pause(self) -> None:
         """See `Gather`: workers go on."""
 
@@ -153,10 +158,17 @@ class FirstReady(_AsReady):
         """
         deadline = time.monotonic() + self._crew.patience(PATIENCE)
         while not (self._crew.under_way or self._crew.arrived):
-            if time.monotonic() >= deadline:
+            self._crew.check_leaving()
+            if self._crew.is_to_leave is None and time.monotonic() >= deadline:  # else it may wait for long
                 raise WorkerTimeout(self._admission.why_none, workers=())
             time.sleep(ASKED_EACH)
             self._grant(steps, left, self._free())
+
+    @property
+    def why_none(self) -> str | None:
+        """See `Gather`: none is made, and none may begin."""
+        is_idle = not (self._crew.under_way or self._crew.arrived or self._admission.admits())
+        return self._admission.why_none if is_idle else None
 
     def published(self, version: int) -> None:
         """See `Gather`."""
@@ -312,7 +324,8 @@ class Quorum(_AsReady):
         )
         worker = chosen[0].worker if len(chosen) == 1 else None
         rollouts = [arrival.rollout for arrival in chosen]
-        return Made(batch, sum(rollout.frames for rollout in rollouts), worker, versions_of(rollouts), late)
+        frames = sum(rollout.frames for rollout in rollouts)
+        return Made(batch, frames, worker, versions_of(rollouts), late, is_rollouts=not self._in_time)
 
     def _joined(self, chosen: Sequence[Arrival]) -> TensorDictBase:
         groups, dim, first = self._groups, self._dim, chosen[0].rollout

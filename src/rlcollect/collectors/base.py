@@ -1,36 +1,22 @@
-"""What every collector does: iteration, counts, delivery, and what it can be asked between two batches.
-
-Nothing here asks which kind it is.
-"""
+"""What every collector can be asked between two batches, and how its state is saved."""
 
 from __future__ import annotations
 
 import abc
-import functools
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch.utils.data import IterableDataset, get_worker_info
 
 from rlcollect.collectors.arguments import seeds_of
+from rlcollect.collectors.filling import ByWorkers
 from rlcollect.collectors.gather import Made
-from rlcollect.collectors.opened import Guard
+from rlcollect.collectors.opened import Guard, in_turn
 from rlcollect.collectors.replaying import replayed
-from rlcollect.collectors.supply import AsMade, Supply, WholeEpisodes, change_of, form_of
-from rlcollect.collectors.synchronised import Synchronised
-from rlcollect.collectors.tally import Tally
-from rlcollect.collectors.updates import Updates
+from rlcollect.collectors.running import Running
 from rlcollect.errors import OptionError
-from rlcollect.failures import relayed
-from rlcollect.memory.assembly import Assembly
-from rlcollect.memory.compact import CompactMemory
-from rlcollect.memory.orders import ByStart, ByTurns
-from rlcollect.memory.slots import SameBatch
 from rlcollect.processes.crossing import Parcel
 from rlcollect.stats import Spread, Stats, TimeShares
 from rlcollect.weights.naming import module_of, weights_of
@@ -39,216 +25,16 @@ from rlcollect.workers.messages import Load, Report, Reset, Run, Save, Saved, Se
 __all__ = ["BaseCollector"]
 
 
-class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
-    """Iteration, counts, saving, and what else every collector can be asked. See `Opened` and `Synchronised`."""
-
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self._frames = 0
-        self._batches = 0
-        self._seconds = 0.0
-        self._stored = SameBatch[TensorDictBase]()  # on a storing device, with return_same_td
-        super().__init__(create_env_fn, policy, **options)
-        self._compact = CompactMemory(keep=2 if self._sink.use_buffers else 0)
-        self._ending.callback(self._compact.forget)
-        self._changed = change_of(self._sink, self._compact)
-        self._rollouts = AsMade(self._gather, self._steps, self._lanes)
-        self._supply = self._supplied()
-
-    def _supplied(self) -> Supply:
-        """Where batches come from."""
-        count = self._sink.trajs_per_batch
-        if count is None:
-            return self._rollouts
-        lanes = self.num_workers * self.num_envs
-        order = ByStart() if self._sink.traj_order == "started" else ByTurns(lanes, 2 * math.ceil(count / lanes))
-        longest = None if self._what.max_frames_per_traj else self._sink.max_open_frames
-        return WholeEpisodes(
-            self._rollouts,
-            self._gather,
-            Assembly(lanes, order, longest=longest),
-            form_of(self._sink),
-            count=count,
-            num_envs=self.num_envs,
-            note=functools.partial(_note_late, self._crew.tally, self._updates),
-        )
-
-    def _left(self) -> int | None:
-        """Frames that are still wanted; None: no end."""
-        return None if self._total is None else self._total - self._frames
+class BaseCollector(Running):
+    """What every kind has in common. See `Opened`, `Synchronised`, `Delivering` and `Running`."""
 
     @abc.abstractmethod
     def _load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
         """Puts the policy's weights of a state back into it."""
 
-    # --- iterating ---
-
-    @property
-    def frames_per_batch(self) -> int:
-        """Frames of a full batch, over all lanes."""
-        return self._steps * self._lanes
-
-    @property
-    def total_frames(self) -> int:
-        """Frames after which the collector is exhausted; -1 for never."""
-        return -1 if self._total is None else self._total
-
-    @property
-    def collected_frames(self) -> int:
-        """Frames delivered so far."""
-        return self._frames
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all frames that were asked for have been delivered."""
-        return self._total is not None and self._frames >= self._total
-
-    @property
-    def policy_device(self) -> torch.device:
-        """Where the policy computes; the first worker's, if there are several."""
-        return torch.device(self._facts[0].policy_device)
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch.
-
-        Returns:
-            `[N, T]`, or `[T]` for a single lane, time last; with a dimension of workers before it, or joined, as
-            `cat_results` says; or as `trajs_per_batch`, `split_trajs`, `fragment_len`, `compact_obs` and `postproc`
-            make it. None when the frames are exhausted.
-
-        Raises:
-            ClosedError: after `shutdown`.
-            What an environment, the policy or a post-processing raised; the collector is then closed. A Ctrl-C (or
-                what a signal handler of the program raises) leaves it open: in one process the batch under way is
-                dropped, and new episodes begin with the next; batches of worker processes come at the next call.
-            EnvError: an episode has over `max_open_frames` frames, and has not ended; the collector is then closed.
-            WorkerDied: a worker process ended; the collector is then closed.
-            WorkerTimeout: `timeout=` was not enough; the batch comes at the next call.
-        """
-        self._check_open()
-        self._recover()
-        if self.exhausted:
-            return None
-        start = time.perf_counter()
-        with Guard(self):
-            self._updates.before_batch()
-            self._before_batch()
-            made = self._supply.first(self._left())
-            placed = self._placed(made)
-            self._supply.is_touched = bool(self._sink.postproc)
-            frames, batch = self._frames + made.frames, self._processed(placed)
-        self._crew.tally.note_late(made.late, self._updates.version)
-        lag = self._updates.lag_with(made.versions)
-        seconds = self._seconds + time.perf_counter() - start
-        rest = self._supply.kept[1:]
-        # no call from here on: an interrupt comes before all of it or after
-        self._frames, self._batches, self._seconds, self._updates.lag = frames, self._batches + 1, seconds, lag
-        self._gather.is_under_way, self._supply.kept, self._supply.is_touched = False, rest, False
-        return batch
-
-    def _before_batch(self) -> None:
-        """What is to be done before each batch that is delivered."""
-
-    def _recover(self) -> None:
-        """Where an interrupt came between a batch's beginning and its delivery, it is kept, or never was."""
-        self._supply.recover()
-        if self.exhausted:
-            self._gather.forget()
-            self._compact.forget()
-
-    def _processed(self, batch: Any) -> Any:
-        batch = self._changed(batch)
-        for step in self._sink.postproc:  # type: ignore[union-attr]
-            try:
-                batch = step(batch)
-            except BaseException as error:
-                raise relayed(  # noqa: B904 - it has a cause
-                    error, worker=0, lane=None, step=self._crew.reports[0].steps
-                )
-            if batch is None:
-                raise OptionError(f"postproc {step!r} returned None; it should return the batch.")
-        return batch
-
-    def _placed(self, made: Made) -> TensorDictBase:
-        """The batch on the device where it is delivered."""
-        device = self._started.devices[made.worker or 0]
-        if device is None or device == made.batch.device:
-            return made.batch
-        moved = made.batch.to(device)
-        return self._stored.holding(moved) if self._sink.return_same_td else moved
-
-    def rollout(self) -> TensorDictBase:
-        """A full rollout as it is made: not post-processed or compact, not counted in `total_frames`.
-
-        Episodes, ids and a warm-up go on from batch to rollout to batch.
-
-        Returns:
-            `[N, T]`, or `[T]` for a single lane; of several workers together as their batches are.
-
-        Raises:
-            OptionError: with `trajs_per_batch`: episodes would lack these frames.
-        """
-        self._check_open()
-        if self._sink.trajs_per_batch:
-            raise OptionError("rollout() takes frames out of episodes, and trajs_per_batch= delivers whole ones.")
-        self._recover()
-        with Guard(self):
-            self._updates.before_batch()
-            batch = self._placed(self._rollouts.first(self._left(), extra=True))
-        rest = self._rollouts.kept[1:]
-        self._gather.is_under_way, self._rollouts.kept = False, rest
-        return batch
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Batches until the frames are exhausted. Breaking off and iterating again goes on.
-
-        Raises:
-            OptionError: in a worker of a DataLoader, which has a copy of the collector, and would repeat its frames.
-        """
-        if get_worker_info() is not None:
-            raise OptionError(
-                f"A {type(self).__name__} cannot be iterated over in workers of a DataLoader: each would make the same "
-                "frames, with weights of its own. Use num_workers=0 (with batch_size=None, collate_fn=lambda b: b)."
-            )
-        while (batch := self.next()) is not None:
-            yield batch
-
-    def __bool__(self) -> bool:
-        """True: a collector is there, whatever its length."""
-        return True
-
-    def __reduce__(self) -> Any:
-        """Refuses to be pickled or copied.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"A {type(self).__name__} holds running environments and cannot be pickled or copied. Save state_dict(), "
-            "and load it into a new one."
-        )
-
-    def __len__(self) -> int:
-        """The number of batches, delivered ones included.
-
-        Raises:
-            TypeError: it is not known, as collection is endless or an interruptor may cut batches short.
-        """
-        unknown = {
-            "total_frames is -1": self._total is None,
-            "an interruptor may cut batches short": self._how.interruptor is not None,
-            "lanes that are far behind others are delivered short": any(
-                facts.may_deliver_short for facts in self._facts
-            ),
-            str(self._gather.cuts_short): self._gather.cuts_short is not None,
-            str(self._supply.unknown): self._supply.unknown is not None,
-        }
-        if why := next((why for why, holds in unknown.items() if holds), None):
-            raise TypeError(f"The number of batches is not known: {why}.")
-        assert self._total is not None
-        return math.ceil(self._total / self.frames_per_batch)
-
     # --- talking to it ---
 
+    @in_turn
     def map_fn(self, fn: Callable[[Sequence[Any]], Any]) -> list[Any]:
         """Runs a function where the environments are, between two rollouts.
 
@@ -265,6 +51,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         answers = self._asked({worker: Run(fn) for worker in range(self.num_workers)})
         return [answer.opened() if isinstance(answer, Parcel) else answer for answer in answers]
 
+    @in_turn
     def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Seeds environments, the policy's randomness and random actions. Lanes are reset with the next batch.
 
@@ -296,6 +83,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         self._asked({worker: Seed(given[worker * lanes : (worker + 1) * lanes]) for worker in workers})
         return max(given) + 1
 
+    @in_turn
     def _reset_lanes(self, lanes: Mapping[int, Sequence[int]], seed: Any, options: Any) -> None:
         """Begins a new episode in these lanes, by worker."""
         count = sum(map(len, lanes.values()))
@@ -315,17 +103,18 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         with Guard(self, spares=OptionError):
             self._asked(commands)
 
+    @in_turn
     def stats(self) -> Stats:
         """Figures so far: frames, speed, episodes, where the time goes."""
         reports = self._reports()
-        dropped = [report.dropped + (report.surplus if self.exhausted else 0) for report in reports]
+        dropped = [report.dropped + (report.surplus if self._has_all else 0) for report in reports]
         return Stats(
             frames=self._frames,
             batches=self._batches,
             dropped=sum(dropped)
             + sum(self._crew.tally.dropped)
             + self._supply.dropped
-            + (self._supply.waiting if self.exhausted else 0),
+            + (self._supply.waiting if self._has_all else 0),
             seconds=self._seconds,
             frames_per_second=self._frames / self._seconds if self._seconds else 0.0,
             episodes=sum(report.episodes for report in reports),
@@ -342,6 +131,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         """The newest of each worker."""
         return self._crew.reports
 
+    @in_turn
     def replay(self, worker: int, lane: int, episode: int, *, max_frames: int | None = None) -> TensorDictBase:
         """Runs an episode again in this process: in an environment made anew, from its seed, by the policy as it is.
 
@@ -400,6 +190,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
 
     # --- saving ---
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on: counts, ids, random states, the policy's and the environments' own states.
 
@@ -444,6 +235,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
             raise OptionError(f"The state is of {len(workers)} workers, this collector has {self.num_workers}.")
         return [state[f"worker{worker}"] for worker in range(self.num_workers)]
 
+    @in_turn
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Goes on where `state_dict` was taken: exactly the remaining batches come.
 
@@ -457,7 +249,8 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
 
         Raises:
             OptionError: something else than a state, one of another number of lanes or workers, or without weights for
-                the policy (or with weights for none).
+                the policy (or with weights for none); one whose undelivered batches are in a buffer, where frames are
+                delivered, or the other way round.
             RuntimeError: torch's, for weights that do not fit.
             WorkerTimeout, KeyboardInterrupt, and what is raised while it is put back: the collector is then closed,
                 since it is neither what it was nor what the state says.
@@ -469,6 +262,7 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
             raise OptionError(
                 "The state has episodes in it that wait to be delivered whole; it needs trajs_per_batch=."
             )
+        self._check_pending(state.get("pending", ()))
         states = self._states_in(state)
         for facts, own in zip(self._facts, states, strict=True):
             facts.check_state(own)
@@ -482,8 +276,17 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         try:
             self._put_back(state, states, has_weights=has_weights)
         except BaseException:
-            self.shutdown()
+            self._close()
             raise
+
+    def _check_pending(self, pending: Sequence[Mapping[str, Any]]) -> None:
+        """Whether batches that were not delivered can be here: they are where they are to go to, or on their way."""
+        if any((not each["batch"].keys()) is not self._counts_what_comes for each in pending):
+            raise OptionError(
+                "The state has batches that were not delivered, of a collector whose workers write to a buffer "
+                "themselves, and this one's do not; or the other way round. Load it into one with the same "
+                "replay_buffer= and post-processing, or save it in a pause()."
+            )
 
     def _put_back(self, state: Mapping[str, Any], states: Sequence[Mapping[str, Any]], *, has_weights: bool) -> None:
         """Goes on from a state that fits."""
@@ -494,6 +297,9 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
         self._supply.load_state_dict(state.get("supply", {}))
         self._updates.load(int(state["policy_version"]), has_weights=has_weights)
         self._gather.go_on(self._updates.version, state.get("batches_since_version", 0) + len(self._rollouts.kept))
+        if isinstance(self._filling, ByWorkers):
+            # what was dropped is in the buffer, and not counted; so is what comes with the state
+            self._filling.count_all(sum(made.frames for made in self._rollouts.kept))
         self._frames, self._batches, self._seconds = state["frames"], state["iter"], state["seconds"]
 
     def __repr__(self) -> str:
@@ -503,10 +309,6 @@ class BaseCollector(Synchronised, IterableDataset[TensorDictBase]):
             f"total_frames={self.total_frames}, collected_frames={self._frames}, policy=<{self._facts[0].policy}>, "
             f"{self._state.value})"
         )
-
-
-def _note_late(tally: Tally, updates: Updates, made: Made) -> None:
-    tally.note_late(made.late, updates.version)
 
 
 def _on_cpu(value: Any) -> Any:

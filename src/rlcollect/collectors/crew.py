@@ -21,7 +21,7 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.messages import Reply
 from rlcollect.workers.messages import Close, Collect, Collected, Command, Report, Withdrawn
 
-__all__ = ["USUAL", "Arrival", "Crew"]
+__all__ = ["USUAL", "Arrival", "Crew", "Left"]
 
 ASKED_EACH = 0.01  # seconds between two questions to an interruptor of the user's own making
 USUAL = -1.0  # the collector's own time limit
@@ -43,6 +43,10 @@ class Arrival:
     rollout: Collected
 
 
+class Left(WorkerTimeout):
+    """A wait was broken off, since somebody else wants the workers; nothing is lost by it."""
+
+
 class Crew:
     """Asks workers, and gathers what they answer.
 
@@ -51,6 +55,7 @@ class Crew:
         arrived: rollouts in the order in which they were finished.
         reports: the newest of each worker.
         tally: what became of each one's frames.
+        is_to_leave: asked now and then, in a wait, whether to break it off; None: nobody is.
 
     Args:
         pool: the workers.
@@ -65,6 +70,7 @@ class Crew:
         self.arrived: deque[Arrival] = deque()
         self.reports = [Report() for _ in range(len(pool))]
         self.tally = Tally(len(pool))
+        self.is_to_leave: Callable[[], bool] | None = None
         self._timeout = timeout
         self._is_stopped = is_stopped
         self._under_way: dict[int, tuple[int, Collect]] = {}
@@ -193,6 +199,7 @@ class Crew:
     ) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not enough():
+            self.check_leaving()
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             replies = self.pool.ready(self._asked_meanwhile(left))
             if not replies and left is not None and time.monotonic() >= (deadline or 0.0):
@@ -200,12 +207,22 @@ class Crew:
             self._take(replies)
 
     def _asked_meanwhile(self, left: float | None) -> float | None:
-        """Asks whether to stop rollouts; the seconds until that is to be asked again, or that are left."""
-        if self._is_stopped is None or not self._under_way:
-            return left
-        if self._is_stopped():
+        """Asks whether to stop rollouts; the seconds until something is to be asked again, or that are left."""
+        is_asked = self._is_stopped is not None and bool(self._under_way)
+        if self._is_stopped is not None and is_asked and self._is_stopped():
             self.stop()
+        if not is_asked and self.is_to_leave is None:
+            return left
         return ASKED_EACH if left is None else min(left, ASKED_EACH)
+
+    def check_leaving(self) -> None:
+        """Breaks a wait off, if it is to be.
+
+        Raises:
+            Left: it is.
+        """
+        if self.is_to_leave is not None and self.is_to_leave():
+            raise Left("Somebody else wants the workers.", workers=())
 
     def _take(self, replies: Sequence[Reply]) -> None:
         came, failures = [], []

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlcollect.collectors.crew import Crew
+from rlcollect.collectors.joining import batch_of
 from rlcollect.collectors.tally import LateRollout
 from rlcollect.memory.shared import Groups
 from rlcollect.memory.slots import SameBatch
@@ -34,6 +35,8 @@ class Made:
         worker: whose it is, if it is one worker's.
         versions: how many frames in it each version of the weights made.
         late: rollouts in it that were begun for an earlier one.
+        is_rollouts: whether its lanes are those of the workers.
+        workers: whose, in order, where it lacks those of some; None: it does not, or its frames tell.
     """
 
     batch: TensorDictBase
@@ -41,11 +44,14 @@ class Made:
     worker: int | None = None
     versions: tuple[tuple[int, int], ...] = ()
     late: tuple[LateRollout, ...] = ()
+    is_rollouts: bool = True
+    workers: tuple[int, ...] | None = None
 
     def as_state(self) -> dict[str, Any]:
         """As plain values and tensors, which any loader takes; a batch that has others stays a TensorDict."""
         device = None if self.batch.device is None else str(self.batch.device)
-        state = {"frames": self.frames, "worker": self.worker, "versions": self.versions, "device": device}
+        plain = ("frames", "worker", "versions", "is_rollouts", "workers")
+        state: dict[str, Any] = {"device": device, **{name: getattr(self, name) for name in plain}}
         leaves = self.batch.values(include_nested=True, leaves_only=True)
         if not isinstance(self.batch, TensorDict) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return {"batch": self.batch, **state}
@@ -59,7 +65,15 @@ class Made:
         if "batch_size" in state:
             device = state.get("device")
             batch = TensorDict(batch, batch_size=state["batch_size"], names=state["names"], device=device)
-        return cls(batch, state["frames"], state["worker"], tuple(map(tuple, state.get("versions", ()))))
+        versions, workers = tuple(map(tuple, state.get("versions", ()))), state.get("workers")
+        return cls(
+            batch,
+            state["frames"],
+            state["worker"],
+            versions,
+            is_rollouts=state.get("is_rollouts", True),
+            workers=None if workers is None else tuple(workers),
+        )
 
 
 class Gather(Protocol):
@@ -87,6 +101,14 @@ class Gather(Protocol):
     @property
     def waiting(self) -> int:
         """Frames that have come, of rollouts that no batch was made of yet."""
+
+    @property
+    def outstanding(self) -> int:
+        """Frames that are being made, or are made and not delivered."""
+
+    @property
+    def why_none(self) -> str | None:
+        """Why no batch can come now, and what to do; None: one can."""
 
     @property
     def behind(self) -> int:
@@ -123,6 +145,11 @@ class _Uncounted:
     cuts_short: str | None = None
     can_be_late = False
     refuses_worker_ids: str | None = None
+
+    @property
+    def why_none(self) -> str | None:
+        """See `Gather`."""
+        return None
 
     @property
     def waiting(self) -> int:
@@ -169,8 +196,12 @@ class OneInline(_Uncounted):
         finally:
             arrived, crew.arrived = crew.arrived, deque()
         rollout = arrived[0].rollout
-        assert rollout.batch is not None
-        return Made(rollout.batch, rollout.frames, versions=rollout.versions)
+        return Made(batch_of(rollout), rollout.frames, versions=rollout.versions)
+
+    @property
+    def outstanding(self) -> int:
+        """See `Gather`: none, between two calls."""
+        return 0
 
     def pause(self) -> None:
         """See `Gather`: there is nothing."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDictBase, lazy_stack, pad
+from tensordict import TensorDict, TensorDictBase, lazy_stack, pad
 
 from rlcollect.layout import Key
 from rlcollect.workers.messages import Collected
 
-__all__ = ["IDS", "NO_EPISODE", "batch_of", "put_together"]
+__all__ = ["ELSEWHERE", "IDS", "NO_EPISODE", "batch_of", "put_together"]
 
 IDS: Key = ("collector", "traj_ids")
 NO_EPISODE = -1
+ELSEWHERE: TensorDictBase = TensorDict({}, [])
+"""In the place of a batch that is in a buffer."""
 
 
 def put_together(batches: Sequence[TensorDictBase], dim: int | None, *, in_time: bool) -> TensorDictBase:
@@ -24,6 +26,8 @@ def put_together(batches: Sequence[TensorDictBase], dim: int | None, *, in_time:
         dim: the dimension in which they are joined; None: they are stacked.
         in_time: whether that is time: they may then be of any length, and are else filled up with marked rows.
     """
+    if batches[0] is ELSEWHERE:
+        return ELSEWHERE
     if not in_time:
         most = max(batch.batch_size[-1] for batch in batches)
         batches = [_filled_up(batch, most) for batch in batches]
@@ -47,6 +51,5 @@ def _filled_up(batch: TensorDictBase, steps: int) -> TensorDictBase:
 
 
 def batch_of(rollout: Collected) -> TensorDictBase:
-    """The batch that a rollout brought with it."""
-    assert rollout.batch is not None
-    return rollout.batch
+    """The batch that a rollout brought with it; `ELSEWHERE`, if its worker has put it into a buffer."""
+    return ELSEWHERE if rollout.batch is None else rollout.batch

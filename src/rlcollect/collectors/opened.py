@@ -10,18 +10,22 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
 import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
+from rlcollect.collectors.background import Background, Turn
 from rlcollect.collectors.crew import USUAL, Crew
+from rlcollect.collectors.filling import Filling
 from rlcollect.collectors.gather import Gather
 from rlcollect.collectors.posting import Poster
 from rlcollect.collectors.schemes import Schemes
@@ -34,7 +38,10 @@ from rlcollect.rollout.build import whole_steps
 from rlcollect.stats import Threads
 from rlcollect.workers.messages import Facts
 
-__all__ = ["DeathCloses", "Guard", "Opened", "Started"]
+__all__ = ["DeathCloses", "Guard", "Opened", "Started", "in_turn"]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 class _State(enum.Enum):
@@ -53,6 +60,7 @@ class Started:
         share: how many of them make a batch together.
         devices: where batches of each worker are delivered; None: where they are made.
         poster: how weights get to them.
+        filling: writes batches to a buffer; None: they are the user's.
         made_of: of each worker what its environments are made of, and its options.
         threads: that torch computes with; None: as the program has it.
     """
@@ -63,6 +71,7 @@ class Started:
     share: int
     devices: Sequence[torch.device | None]
     poster: Poster
+    filling: Filling | None
     made_of: Sequence[tuple[Any, Where, How]]
     threads: Threads | None = None
 
@@ -97,6 +106,9 @@ class Opened(abc.ABC):
         self._schemes = Schemes(self._sync)
         self.policy: Any = policy
         self._state = _State.CLOSED  # it is not open yet
+        self._closing = threading.RLock()  # held by who closes it
+        self._background: Background | None = None
+        self._failure: BaseException | None = None  # in the background, until somebody was told
         self._ending = ExitStack()  # has an end for all that is begun, from the moment it is begun
         self._abandoned = weakref.finalize(self, _close_abandoned, self._ending.close, type(self).__name__)
         try:
@@ -104,6 +116,7 @@ class Opened(abc.ABC):
             self._crew = started.crew
             self._facts = started.facts
             self._gather = started.gather
+            self._filling = started.filling
             self.num_envs = self._facts[0].num_lanes
             self._lanes = self.num_envs * started.share  # that make a batch together
             self._steps = whole_steps("frames_per_batch", self._what.frames_per_batch, self._lanes)
@@ -158,7 +171,7 @@ class Opened(abc.ABC):
             return self._crew.ask(commands, timeout=timeout)
         except BaseException as error:
             if isinstance(error, WorkerDied) or self._crew.pool.is_spent:
-                self.shutdown()
+                self._close()
             raise
 
     # --- closing ---
@@ -172,19 +185,48 @@ class Opened(abc.ABC):
         """Ends the workers and closes the environments that were made for this collector.
 
         Safe to call again: what a Ctrl-C broke off is done then.
+
+        Raises:
+            What collection in the background failed by, if nobody was told yet; it is closed by then.
         """
-        if not self._abandoned.alive:
-            return
-        self._state = _State.CLOSED
-        try:
-            self._gather.forget()
-            self._updates.close()
-        finally:
-            self._ending.close()
-        self._abandoned.detach()
+        self._close()
+        self._tell_failure()
+
+    def _close(self) -> None:
+        """See `shutdown`."""
+        if self._background is not None:
+            self._background.end()
+        with self._closing:
+            if not self._abandoned.alive:
+                return
+            self._state = _State.CLOSED
+            try:
+                self._gather.forget()
+                self._updates.close()
+            finally:
+                self._ending.close()
+            self._abandoned.detach()
+
+    def _note(self, error: BaseException) -> None:
+        """What is about to close it is known before, to whoever calls a method meanwhile."""
+        if self._background is not None and self._background.is_mine:
+            self._background.fail(error)
+
+    def _turn(self) -> Turn:
+        """Around what talks to the workers."""
+        return Turn(self._background)
+
+    def _tell_failure(self) -> None:
+        """Raises what collection in the background failed by, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _check_open(self) -> None:
+        self._tell_failure()
         if self._state is _State.CLOSED:
+            with self._turn():  # what closes it in the background says why when it is done
+                self._tell_failure()
             raise ClosedError(f"This {type(self).__name__} was shut down, and makes no more frames. Make a new one.")
 
     def __enter__(self) -> Self:
@@ -193,7 +235,21 @@ class Opened(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.shutdown()
+        self._close()
+        if error is None:
+            self._tell_failure()
+
+
+def in_turn(method: Callable[Concatenate[Any, Args], Result]) -> Callable[Concatenate[Any, Args], Result]:
+    """A method that talks to the workers: it waits for the batch that is made in the background, if one is."""
+
+    @functools.wraps(method)
+    def waits(self: Any, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with self._turn():
+            self._tell_failure()
+            return method(self, *args, **kwargs)
+
+    return cast(Callable[Concatenate[Any, Args], Result], waits)
 
 
 class Guard:
@@ -213,14 +269,18 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, self._spares) or is_interrupt(error)):
-            self._collector.shutdown()
+            self._collector._note(error)
+            self._collector._close()
 
 
 class DeathCloses:
-    """What goes wrong with workers closes the collector; a refused argument does not."""
+    """What goes wrong with workers closes the collector; a refused argument does not.
+
+    Where it was closed meanwhile by what failed in the background, that is raised.
+    """
 
     def __init__(self, collector: Opened) -> None:
-        self._close: Callable[[], None] = collector.shutdown
+        self._collector = collector
 
     def __enter__(self) -> None:
         pass
@@ -229,7 +289,9 @@ class DeathCloses:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, WorkerDied):
-            self._close()
+            self._collector._close()
+        elif isinstance(error, ClosedError):
+            self._collector._tell_failure()
 
 
 def _close_abandoned(close: Callable[[], None], name: str) -> None:

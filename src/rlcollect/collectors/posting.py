@@ -14,6 +14,7 @@ from rlcollect.failures import warn
 from rlcollect.layout import Key, Leaf
 from rlcollect.weights.ends import Message, Sender
 from rlcollect.weights.form import WeightsForm
+from rlcollect.weights.handed import Handed
 from rlcollect.weights.held import held_modules, held_names, held_tensors
 from rlcollect.weights.naming import copy_into, load_weights, module_of, tensors_of
 from rlcollect.weights.scheme import WeightSyncScheme
@@ -119,6 +120,16 @@ class InPlace:
         self._policy = _Policy(worker.acting.given, strategies.get(POLICY, WeightStrategy()))
         self._models = {path: worker.find(path) for path in strategies if path != POLICY}
         self._forms = {path: common_form(path, modules) for path, modules in self._models.items()}
+        self._handed: Handed | None = None
+
+    @property
+    def models(self) -> list[str]:
+        """Paths of what takes weights beside the policy."""
+        return list(self._models)
+
+    def hand_to(self, handed: Handed) -> None:
+        """Another thread acts with copies from now on, and takes weights from there."""
+        self._handed = handed
 
     def form(self, model_id: str) -> WeightsForm:
         """See `Poster`."""
@@ -159,9 +170,24 @@ class InPlace:
     def post(self, fitted: Sequence[Fitted], version: int) -> None:
         """See `Poster`."""
         for each in fitted:
+            if self._handed is not None:
+                self._hand(each, version, self._handed)
+                continue
             for model in each.models:
                 self._put(model, {name: tensor for (of, name), tensor in each.tensors.items() if of == model})
-        self._worker.engine.policy_version = version
+        if self._handed is None:
+            self._worker.engine.policy_version = version
+
+    def _hand(self, fitted: Fitted, version: int, handed: Handed) -> None:
+        """The user's own module has them now; the thread that acts takes them before its next rollout."""
+        tensors = dict(fitted.tensors)
+        if POLICY in fitted.models:
+            acting = self._worker.acting
+            acting.adopt({name: tensor for (of, name), tensor in fitted.tensors.items() if of == POLICY})
+            module = module_of(acting.given)
+            own = {} if module is None else tensors_of(module)
+            tensors |= {(POLICY, name): tensor for name, tensor in own.items()}
+        handed.hand(tensors, version)
 
     def _put(self, model: str, named: Mapping[str, torch.Tensor]) -> None:
         if model == POLICY:
@@ -174,7 +200,9 @@ class InPlace:
                 copy_into(tensors_of(module), named)
 
     def load(self, version: int) -> None:
-        """See `Poster`: they act where they are."""
+        """See `Poster`: they act where they are, or are handed to the thread that acts with a copy."""
+        if self._handed is not None:
+            self._hand(Fitted((POLICY,), {}, None), version, self._handed)
 
     def before_batch(self) -> None:
         """See `Poster`: there is nothing."""

@@ -15,6 +15,16 @@ import torch
 
 from rlcollect.collectors.base import BaseCollector
 from rlcollect.collectors.crew import Crew
+from rlcollect.collectors.filling import (
+    ByWorkers,
+    Filling,
+    are_written_there,
+    check_buffer,
+    filled_here,
+    ids_in,
+    kept_leaves,
+    prepare_other,
+)
 from rlcollect.collectors.gather import Gather
 from rlcollect.collectors.opened import Started
 from rlcollect.collectors.posting import Posting
@@ -22,6 +32,7 @@ from rlcollect.devices import CPU
 from rlcollect.envs.make import is_sequence, space_difference
 from rlcollect.envs.open import is_environment
 from rlcollect.errors import OptionError, SpaceError
+from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.shared import Groups, SlotPlan
 from rlcollect.options import How, Sink, Sync, What, Where, Workers, option_fields
 from rlcollect.processes.arena import Arena
@@ -31,7 +42,7 @@ from rlcollect.stats import Threads
 from rlcollect.weights.naming import load_weights, module_of
 from rlcollect.workers.interruptor import Interruptor
 from rlcollect.workers.lasting import LastingPool
-from rlcollect.workers.messages import AttachInterruptor, AttachSlots, Build, Command, Facts
+from rlcollect.workers.messages import AttachBuffer, AttachInterruptor, AttachSlots, Build, Command, Facts
 from rlcollect.workers.process import packed_builds, start_pool
 from rlcollect.workers.revival import Attachment, Revival
 
@@ -59,9 +70,11 @@ class InProcesses(BaseCollector):
         self._workers = options
         self._check_hosted()
         self._check_schemes()
+        check_buffer(self._sink)
         builds = self._builds(self._sources(create_env_fn), policy)
         packed = packed_builds(builds)
         self._attachments: dict[int, list[Attachment]] = {}
+        self._fills_there = False  # whether workers write to the buffer
         self._revival: Revival | None = None
         self._memory = self._ending.enter_context(ExitStack())  # that is shared
         with Held():  # it has its owner before a Ctrl-C comes
@@ -72,6 +85,7 @@ class InProcesses(BaseCollector):
         facts = crew.ask(dict(enumerate(packed)), timeout=options.start_timeout, hint=START_HINT)
         _check_alike(facts)
         self._attach_interruptor(crew)
+        filling = self._filled(crew, facts)
         gather = self._gathered(crew, facts)
         self._ending.callback(gather.let_go)
         self._posting = self._posted(crew, facts, policy)
@@ -90,6 +104,7 @@ class InProcesses(BaseCollector):
             share=self._share(len(facts)),
             devices=self._delivery_devices(len(facts)),
             poster=self._posting,
+            filling=filling,
             made_of=[(build.create_env_fn, build.where, build.how) for build in builds],
             threads=threads,
         )
@@ -132,10 +147,26 @@ class InProcesses(BaseCollector):
             check=check,
         )
 
-    def _attach(self, crew: Crew, worker: int, command: Command, fd: int) -> None:
+    def _attach(self, crew: Crew, worker: int, command: Command, *descriptors: int) -> None:
         """Has a worker take a piece of shared memory; whoever comes in its place gets it too."""
-        crew.ask({worker: command}, descriptors=[fd])
-        self._attachments.setdefault(worker, []).append((command, (fd,)))
+        crew.ask({worker: command}, descriptors=descriptors)
+        self._attachments.setdefault(worker, []).append((command, descriptors))
+
+    def _filled(self, crew: Crew, facts: Sequence[Facts]) -> Filling | None:
+        """How frames get into the buffer, if there is one."""
+        sink, lanes = self._sink, facts[0].num_lanes
+        buffer = sink.replay_buffer
+        self._fills_there = are_written_there(sink, facts, self._delivery_devices(len(facts)))
+        if not self._fills_there:
+            if buffer is not None and not isinstance(buffer, ReplayBuffer):
+                prepare_other(sink, facts)
+            return filled_here(sink, lanes, len(facts), self._ending.callback)
+        claim = buffer.claim(kept_leaves(facts[0].leaves or ()), lanes * len(facts))
+        self._ending.callback(claim.let_go)
+        for worker in range(len(facts)):
+            share, descriptors = claim.share(worker * lanes, lanes)
+            self._attach(crew, worker, AttachBuffer(share, by_step=not sink.extend_buffer), *descriptors)
+        return ByWorkers(claim.writer(0, claim.lanes))
 
     def _check_hosted(self) -> None:
         if self._workers.collector_class is None:
@@ -239,6 +270,7 @@ class InProcesses(BaseCollector):
             workers=workers,
             share=self._share(workers),
             seed=torch.initial_seed(),
+            skipped=ids_in(self._sink.replay_buffer),
             kind=kind,
             hosted=None if kind is None else self._hosted_options(where, worker, workers),
             keeps=self._workers.restarts,
@@ -265,7 +297,7 @@ class InProcesses(BaseCollector):
     ) -> Groups | None:
         """Shared memory for rollouts, which workers write to from now on; None: they cross as they are."""
         leaves = facts[0].leaves
-        if leaves is None:
+        if leaves is None or self._fills_there:
             return None
         plan = SlotPlan(
             leaves,
@@ -306,6 +338,18 @@ class InProcesses(BaseCollector):
         return Threads(self._workers.num_threads or here, workers)
 
     # --- talking to it ---
+
+    def _go_apart(self) -> None:
+        """See `Running`.
+
+        Raises:
+            OptionError: weights are to be published before each batch, whatever the program does to them meanwhile.
+        """
+        if self._workers.update_at_each_batch:
+            raise OptionError(
+                "start() does not go with update_at_each_batch=True: the policy would be published in the midst of a "
+                "step of its optimiser. Call update_policy_weights_() where it is whole."
+            )
 
     def _before_batch(self) -> None:
         is_due = self._rests or self._batches > 0

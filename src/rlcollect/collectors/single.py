@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,25 @@ import torch
 
 from rlcollect.collectors.arguments import lane_indices
 from rlcollect.collectors.base import BaseCollector
-from rlcollect.collectors.crew import Crew
+from rlcollect.collectors.crew import Crew, Left
+from rlcollect.collectors.filling import (
+    ByWorkers,
+    Filling,
+    are_written_there,
+    extend_other,
+    filled_here,
+    ids_in,
+    kept_leaves,
+    prepare_other,
+)
 from rlcollect.collectors.gather import OneInline
 from rlcollect.collectors.opened import Started
 from rlcollect.collectors.posting import InPlace
 from rlcollect.errors import OptionError
+from rlcollect.memory.replay.buffer import ReplayBuffer
+from rlcollect.workers.filling import Batches, Rings
 from rlcollect.workers.inline import InlinePool
-from rlcollect.workers.messages import Build, Report
+from rlcollect.workers.messages import Build, Facts, Report
 from rlcollect.workers.worker import Worker
 
 __all__ = ["Collector"]
@@ -73,21 +86,54 @@ class Collector(BaseCollector):
             workers=1,
             share=1,
             seed=torch.initial_seed(),
+            skipped=ids_in(self._sink.replay_buffer),
         )
         crew = Crew(pool, None)
         facts = crew.ask({0: build})
         assert pool.worker is not None
         self._worker: Worker = pool.worker
         self.policy = self._worker.acting.given
+        self._poster = InPlace(self._worker, self._schemes.strategies)
+        device = self._delivery_device(self._worker)
         return Started(
             crew=crew,
             facts=facts,
             gather=OneInline(crew, self._worker.engine.forget_memory),
             share=1,
-            devices=[self._delivery_device(self._worker)],
-            poster=InPlace(self._worker, self._schemes.strategies),
+            devices=[device],
+            poster=self._poster,
+            filling=self._filled(self._worker, facts, device),
             made_of=[(create_env_fn, self._where, self._how)],
         )
+
+    def _filled(self, worker: Worker, facts: Sequence[Facts], device: torch.device | None) -> Filling | None:
+        """How frames get into the buffer, if there is one."""
+        sink, (own,) = self._sink, facts
+        buffer = sink.replay_buffer
+        if are_written_there(sink, facts, [device]):
+            assert own.leaves is not None
+            claim = buffer.claim(kept_leaves(own.leaves), own.num_lanes)
+            self._ending.callback(claim.let_go)
+            writer = claim.writer(0, own.num_lanes)
+            worker.attach_buffer(Rings(writer, own.leaves), by_step=not sink.extend_buffer)
+            return ByWorkers(writer)
+        if buffer is not None and not isinstance(buffer, ReplayBuffer):
+            prepare_other(sink, facts)
+            if not sink.extend_buffer and own.leaves is not None:
+                worker.attach_buffer(Batches(lambda batch: extend_other(buffer, batch)), by_step=True)
+                return ByWorkers()
+        return filled_here(sink, own.num_lanes, 1, self._ending.callback)
+
+    def _go_apart(self) -> None:
+        here = weakref.ref(self)  # it may be started again, and what is asked here does not keep it
+
+        def check() -> None:
+            collector = here()
+            if collector is None or collector._background is None or collector._background.is_ending:
+                raise Left("Collection ends.", workers=())
+
+        if not self._worker.is_apart:
+            self._poster.hand_to(self._worker.go_apart(self._poster.models, check))
 
     def _delivery_device(self, worker: Worker) -> torch.device | None:
         device = self._where.placement.storing

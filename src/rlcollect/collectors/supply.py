@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 from tensordict import TensorDictBase
 
+from rlcollect.collectors.filling import lanes_of
 from rlcollect.collectors.gather import Gather, Made
 from rlcollect.layout import Key
 from rlcollect.memory.assembly import Assembly
@@ -166,11 +166,12 @@ class WholeEpisodes:
         while (frames := self._assembly.ready(self._count)) is None:
             made = self._rollouts.first(None)
             with Held():  # a rollout is taken once
-                self._assembly.take(made.batch, self._lanes(made))
+                self._assembly.take(made.batch, lanes_of(made, self._num_envs, self._assembly.lanes))
                 self._note(made)
                 self._rollouts.kept, self._gather.is_under_way = self._rollouts.kept[1:], False
         versions = frames.values(VERSION)
-        made = Made(frames.formed(self._form), frames.frames, versions=() if versions is None else counts_of(versions))
+        counts = () if versions is None else counts_of(versions)
+        made = Made(frames.formed(self._form), frames.frames, versions=counts, is_rollouts=False)
         self.kept, self._out = (made,), frames
         return made
 
@@ -180,18 +181,6 @@ class WholeEpisodes:
             with Held():
                 self._assembly.delivered(self._out)
                 self._out = None
-
-    def _lanes(self, made: Made) -> Sequence[int]:
-        """Which each lane of a rollout is, counted over all workers."""
-        batch, count = made.batch, self._num_envs
-        here = math.prod(batch.batch_size[:-1])
-        if made.worker is not None:
-            return range(made.worker * count, (made.worker + 1) * count)
-        if here == self._assembly.lanes:  # of all workers, in order
-            return range(here)
-        first = batch["collector", "worker"].reshape(here, -1)[:, 0].cpu().numpy()
-        lanes: list[int] = (first * count + np.arange(here) % count).tolist()
-        return lanes
 
     def recover(self) -> None:
         """See `Supply`."""
@@ -229,8 +218,8 @@ class WholeEpisodes:
 
 def form_of(sink: Sink) -> Form:
     """How whole episodes are laid out."""
-    if sink.traj_format == "cat":
-        return Cat()
+    if sink.traj_format == "cat" or (sink.replay_buffer is not None and not sink.postproc):
+        return Cat()  # a buffer keeps frames, and no padding
     return (Nested if sink.traj_format == "nested" else Padded)(sink.fragment_len)
 
 

@@ -30,7 +30,7 @@ class Synchronised(Opened):
             self.weight_updater = self._sync.weight_updater
             self.register_scheme_receiver(self._sync.weight_recv_schemes or {})
         except BaseException:
-            self.shutdown()
+            self._close()
             raise
 
     def update_policy_weights_(
@@ -165,8 +165,10 @@ class Synchronised(Opened):
         self._check_open()
         start = time.monotonic()
         self._updates.wait_until_published(version, timeout)
-        left = USUAL if timeout is None else max(0.0, timeout - (time.monotonic() - start))
-        acting = self._asked({worker: Take() for worker in range(self.num_workers)}, left)
+        with self._turn():
+            self._check_open()
+            left = USUAL if timeout is None else max(0.0, timeout - (time.monotonic() - start))
+            acting = self._asked({worker: Take() for worker in range(self.num_workers)}, left)
         late = [worker for worker, has in enumerate(acting) if not self._updates.is_with(worker, version, has)]
         if late:
             raise WorkerTimeout(

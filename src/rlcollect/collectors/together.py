@@ -95,7 +95,9 @@ class AllOf(FromProcesses):
         came = {arrival.worker: arrival for arrival in arrived}
         rollouts = [arrival.rollout for arrival in arrived]
         frames = sum(rollout.frames for rollout in rollouts)
-        made = Made(self._joined(came), frames, versions=versions_of(rollouts))
+        some = tuple(self._asked) if self._groups is None and asked < len(self._facts) else None
+        versions, is_rollouts = versions_of(rollouts), not self._in_time
+        made = Made(self._joined(came), frames, versions=versions, is_rollouts=is_rollouts, workers=some)
         with Held():
             for worker, arrival in came.items():
                 self._crew.tally.preempted[worker] += self._lacking(arrival)
@@ -161,6 +163,11 @@ class AllOf(FromProcesses):
 
     def _put_together(self, batches: Sequence[TensorDictBase]) -> TensorDictBase:
         return put_together(batches, self._dim, in_time=self._in_time)
+
+    @property
+    def outstanding(self) -> int:
+        """See `Gather`."""
+        return 0 if self.is_idle else self._steps * self._facts[0].num_lanes * max(1, len(self._asked))
 
     def pause(self) -> None:
         """See `Gather`: a batch that was waited for in vain."""

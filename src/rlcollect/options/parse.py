@@ -12,14 +12,9 @@ from rlcollect.options.workers import Stacking, Staleness, Workers
 
 __all__ = ["option_fields", "parse_options"]
 
-LATER = "this release does not have it yet"
 ELSEWHERE = {  # names that users of this field may try
     "seed": "call set_seed(seed)",
     "max_steps": "max_frames_per_traj limits episodes, total_frames all of them",
-    **dict.fromkeys(
-        ("replay_buffer", "extend_buffer"),
-        LATER,
-    ),
 }
 ALIASES = {  # the same under another name
     "num_collectors": "num_workers",
@@ -62,7 +57,12 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
         if field.default is dataclasses.MISSING and name not in given:
             raise OptionError(f"{owner} needs {name}=: {field.metadata['doc']}")
     parsed = {kind: kind(**{name: given[name] for name in option_fields([kind]) if name in given}) for kind in kinds}
-    _check_whole_episodes({name: getattr(parsed[kind], name) for kind in kinds for name in option_fields([kind])})
+    values = {name: getattr(parsed[kind], name) for kind in kinds for name in option_fields([kind])}
+    _check_whole_episodes(values)
+    if values["set_truncated"] and not values["extend_buffer"]:
+        raise OptionError(
+            "set_truncated does not go with extend_buffer=False: frames are written before there is a last one."
+        )
     return parsed
 
 

@@ -53,6 +53,18 @@ class Sink:
         False,
     )
     use_buffers: bool = option("Reuse the memory of batches that were let go. False: new memory for each batch.", True)
+    replay_buffer: Any = option(
+        "A `ReplayBuffer`, or anything with an `extend` (TorchRL's), to which frames are written; `next` then returns "
+        "None, and collection can go on in the background (`start`). Worker processes write to a shared one of ours "
+        "themselves.",
+        None,
+    )
+    extend_buffer: bool = option(
+        "Whether a buffer gets whole rollouts, post-processed; with False, frames as soon as they are made, a step of "
+        "all lanes at a time (where lanes cannot be stepped together, or the buffer is not ours and workers are "
+        "processes: when their rollout is made).",
+        True,
+    )
     compact_obs: bool = option(
         "Deliver each batch as a `CompactBatch`, in which observations stand once; its `expand()` gives what is "
         "delivered without.",
@@ -60,7 +72,7 @@ class Sink:
     )
 
     def __post_init__(self) -> None:
-        for name in ("split_trajs", "return_same_td", "use_buffers", "compact_obs"):
+        for name in ("split_trajs", "return_same_td", "use_buffers", "compact_obs", "extend_buffer"):
             flag(name, getattr(self, name))
         self._check_episodes()
         given = self.postproc
@@ -73,10 +85,31 @@ class Sink:
             raise OptionError(f"return_same_td=True does not go with {other}: that makes a new TensorDict each time.")
         if self.compact_obs:
             self._check_compact()
+        self._check_buffer()
+
+    def _check_buffer(self) -> None:
+        """What does not go with a buffer."""
+        if self.replay_buffer is None:
+            if not self.extend_buffer:
+                raise OptionError("extend_buffer=False needs replay_buffer=.")
+            return
+        if not callable(getattr(self.replay_buffer, "extend", None)):
+            raise OptionError(
+                f"replay_buffer must be a ReplayBuffer, or have an extend(batch); {self.replay_buffer!r} came."
+            )
+        refused = {"return_same_td": "no batch is delivered, frames are in the buffer"}
+        if not self.extend_buffer:
+            why = "frames are written before there is a batch (extend_buffer=False)"
+            refused |= dict.fromkeys(("postproc", "split_trajs", "fragment_len", "trajs_per_batch"), why)
+        for name, reason in refused.items():
+            if given := getattr(self, name):
+                raise OptionError(f"{name}={given!r} does not go with replay_buffer=: {reason}.")
+        if self.trajs_per_batch and self.traj_format == "nested":
+            raise OptionError('traj_format="nested" does not go with replay_buffer=, which keeps frames one by one.')
 
     def _check_compact(self) -> None:
         """A compact batch is no TensorDict: what needs one does not go with it."""
-        for name in ("split_trajs", "trajs_per_batch", "fragment_len", "postproc", "return_same_td"):
+        for name in ("split_trajs", "trajs_per_batch", "fragment_len", "postproc", "return_same_td", "replay_buffer"):
             if given := getattr(self, name):
                 raise OptionError(
                     f"compact_obs=True does not go with {name}={given!r}, which needs the full form: call expand() on "

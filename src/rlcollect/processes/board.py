@@ -15,7 +15,7 @@ import numpy as np
 __all__ = ["Board", "Row"]
 
 Array = np.ndarray[Any, Any]
-STAGE, COUNT, SINCE, BEAT, KEPT = range(5)
+STAGE, COUNT, SINCE, BEAT, KEPT, NOTED, BEFORE = range(7)
 STOP = 0  # of the program's row
 WORDS = 8  # of a row: a cache line
 STEP_BITS = 32  # of a word that tells what is kept; the others are the command's
@@ -52,6 +52,15 @@ class Row:
     def keep(self, command: int, steps: int) -> None:
         """So many steps of what this command asks for are in shared memory, and stay there if the process ends."""
         self._words[KEPT] = command << STEP_BITS | steps
+
+    def note(self, command: int, count: int) -> None:
+        """So much was written before anything of what this command asks for; that stays if the process ends."""
+        self._words[BEFORE] = count
+        self._words[NOTED] = command
+
+    def noted(self, command: int) -> int | None:
+        """What was noted with this command; None: nothing was."""
+        return int(self._words[BEFORE]) if self._words[NOTED] == command else None
 
     def is_to_stop(self, command: int) -> bool:
         """Whether the program wants no more of what this command asks for."""

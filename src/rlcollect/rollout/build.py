@@ -42,7 +42,7 @@ from rlcollect.rollout.policy.stated import generators_of, looks_for_is_init
 from rlcollect.rollout.scratch import ScratchEngine
 from rlcollect.rollout.seeding import TorchStream, action_generator, torch_seed, untouched_randomness
 
-__all__ = ["build_engine", "make_driver", "whole_steps"]
+__all__ = ["build_engine", "make_driver", "plan_again", "whole_steps"]
 
 
 def make_driver(
@@ -111,15 +111,7 @@ def build_engine(
     source = _source(driver, layout, num_lanes, steps, what, where, sink)
     same = SameSlot(source) if sink.return_same_td else None
     parts: dict[str, Any] = {
-        "policy": None
-        if plan is None
-        else PolicyActor(
-            plan,
-            len(driver.action_codec.leaves),
-            batched=bool(driver.lead),
-            check_actions=ActionCheck(driver.action_codec) if how.check_actions else None,
-            on_host=driver.device == CPU,
-        ),
+        "policy": None if plan is None else _actor(plan, driver, how),
         "random": _random_actor(
             driver,
             action_generator(seed, worker, generation),
@@ -138,6 +130,25 @@ def build_engine(
     assert isinstance(source, SlotSource)  # their frames are made on the host
     scratch = Scratch(Layout(_scratch_leaves(driver, plan)), min(2 * steps, WINDOW) + 1, rows, driver.num_lanes)
     return ScratchEngine(driver, source, scratch=scratch, steps=steps, same=same, **parts), plan
+
+
+def plan_again(
+    acting: Acting, driver: EnvDriver, what: What, where: Where, how: How, worker: int
+) -> tuple[Plan, PolicyActor]:
+    """A plan of the policy as it is now, and what acts by it, over environments that have an engine already."""
+    rows = driver.num_rows or driver.num_lanes
+    plan = _planned(acting, driver, rows if driver.lead else None, what, where, how, worker)
+    return plan, _actor(plan, driver, how)
+
+
+def _actor(plan: Plan, driver: EnvDriver, how: How) -> PolicyActor:
+    return PolicyActor(
+        plan,
+        len(driver.action_codec.leaves),
+        batched=bool(driver.lead),
+        check_actions=ActionCheck(driver.action_codec) if how.check_actions else None,
+        on_host=driver.device == CPU,
+    )
 
 
 def _source(

@@ -49,15 +49,15 @@ class DenseEngine(Engine):
             while made < goal and not self.interrupted:
                 part = self.parts.next(goal - made)
                 made += self._make_part(slot if part == steps else slot.part(made, made + part), part)
-                self.parts.finished(made, self.steps)
+                if self._set_truncated and (made == goal or self.interrupted):
+                    self._truncate_softly(slot.arrays, made)
+                self.parts.finished(made, self.steps, slot)
                 self._raise_failure()
         except BaseException:
             self.abandon()
             raise
         finally:
             self._mixed = None
-        if self._set_truncated:
-            self._truncate_softly(slot.arrays, made)
         self.frames = made * self._driver.num_lanes
         self.versions = self._counted_versions(slot.arrays, made)
         batch, loose = slot.batch(made), self._driver.loose_batch(made)

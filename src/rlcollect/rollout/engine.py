@@ -11,6 +11,8 @@ every step is a frame of every lane, and `scratch`, where it is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -27,11 +29,11 @@ from rlcollect.memory.slots import Slot
 from rlcollect.options import How, What
 from rlcollect.rollout.actors import PolicyActor, RandomActor
 from rlcollect.rollout.episodes import Episodes
-from rlcollect.rollout.seeding import TorchStream, action_generator, lane_seed, torch_seed
+from rlcollect.rollout.seeding import FreeStream, TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler
 from rlcollect.seeds import Root, Seed
 
-__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "counts_of", "shares_of"]
+__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "Whole", "counts_of", "shares_of"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
@@ -61,7 +63,7 @@ class Parts(Protocol):
     def next(self, left: int) -> int:
         """Of so many that are left, how many are made next; at least one."""
 
-    def finished(self, made: int, steps: int) -> None:
+    def finished(self, made: int, steps: int, slot: Slot) -> None:
         """So many steps of the rollout stand in memory, whole. The engine has made `steps` in all."""
 
 
@@ -74,7 +76,7 @@ class Whole:
         """See `Parts`."""
         return left
 
-    def finished(self, made: int, steps: int) -> None:
+    def finished(self, made: int, steps: int, slot: Slot) -> None:
         """See `Parts`."""
 
 
@@ -156,6 +158,7 @@ class Engine:
         self._seeds_episodes = what.seed_per_episode
         self._due: set[int] = set()  # lanes to be reset before the next rollout
         self._seeds: dict[int, int] = {}  # for the next reset of a lane
+        self._exploring: Callable[[], AbstractContextManager[Any]] = partial(set_interaction_type, how.exploration_type)
 
     may_deliver_short = False  # lanes beside others
 
@@ -198,7 +201,7 @@ class Engine:
     def _stepped(self, steps: int) -> int:
         """Steps the environments; how often. Where what was made before a failure is wanted, that is raised later."""
         try:
-            with self.stream, set_interaction_type(self._how.exploration_type), torch.no_grad():
+            with self.stream, self._exploring(), torch.no_grad():
                 return self._run(steps)
         except BaseException as error:
             driver, made = self._driver, self._failed_at
@@ -370,6 +373,18 @@ class Engine:
         for lane in lanes:
             self._seeds.pop(lane, None)
 
+    def go_apart(self, policy: PolicyActor | None) -> None:
+        """Rollouts are made beside other threads from now on: nothing of the program's own is changed meanwhile.
+
+        Args:
+            policy: in the place of the one there is, whose past it takes over.
+        """
+        if policy is not None and self._policy is not None:
+            policy.load_state_dict(self._policy.state_dict())
+        self._policy = policy
+        self.stream = FreeStream(0, self.stream.device)
+        self._exploring = nullcontext
+
     @property
     def surplus(self) -> int:
         """Frames that were made and wait for the next batch."""
@@ -430,7 +445,7 @@ class Engine:
         else:
             self._seeds = {lane: lane_seed(*root) for lane, root in zip(lanes, roots, strict=True)}
         self._due = set(lanes)
-        self.stream = TorchStream(torch_seed(seed, self._worker, generation), self.stream.device)
+        self.stream = type(self.stream)(torch_seed(seed, self._worker, generation), self.stream.device)
         self._random.reseed(action_generator(seed, self._worker, generation))
 
     def _roots(self, seed: Seed, *, static: bool, generation: int) -> list[Root]:

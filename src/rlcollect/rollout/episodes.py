@@ -52,6 +52,11 @@ class Episodes:
         self.ages[where] = 0
         self._sums[where] = 0.0
 
+    def skip(self, count: int) -> None:
+        """The first so many ids are somebody else's; no frame has one yet."""
+        self._ids += count
+        self._next_id += count
+
     def _new_ids(self, count: int) -> Array:
         first = self._next_id
         self._next_id += count

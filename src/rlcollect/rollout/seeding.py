@@ -17,6 +17,7 @@ from rlcollect.devices import CPU
 from rlcollect.seeds import ACTIONS, POLICY, Seed, lane_seed, seed_globals, word
 
 __all__ = [
+    "FreeStream",
     "ProgramState",
     "TorchStream",
     "action_generator",
@@ -82,6 +83,18 @@ class TorchStream:
         if self.device_state is not None and self._outside_device is not None:
             self.device_state = torch.cuda.get_rng_state(self.device)
             torch.cuda.set_rng_state(self._outside_device, self.device)
+
+
+class FreeStream(TorchStream):
+    """No state of its own: draws are from torch's global generators as they are, which other threads draw from too."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
 
 
 class ProgramState:

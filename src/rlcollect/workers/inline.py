@@ -86,6 +86,8 @@ class InlinePool:
             self.worker = Worker(command, self._enter)
             return self.worker.facts
         assert self.worker is not None
+        if self.worker.is_apart:  # nothing of the program's own is changed
+            return self.worker.handle(command)
         with _PutBack(self.worker):
             return self.worker.handle(command)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
+from rlcollect.memory.slots import Slot
 from rlcollect.processes.board import Row
+from rlcollect.workers.pacing import Pace
 
 __all__ = ["Keeping"]
 
@@ -13,8 +13,6 @@ SECONDS = 0.02  # that a part is to take: so much work is lost at most, or the s
 
 class Keeping:
     """See `rollout.engine.Parts`: parts that take about as long as is lost without regret.
-
-    The first is a single step, since nobody knows yet how long one takes; the next are twice as long each, at most.
 
     Args:
         row: where it is said what stands.
@@ -25,25 +23,34 @@ class Keeping:
     def __init__(self, row: Row) -> None:
         self._row = row
         self._command = 0
-        self._steps = 1
-        self._begun = 0.0
-        self._under_way = 0
+        self._pace = Pace(SECONDS)
 
     def begin(self, command: int, start: int) -> None:
         """The rollout of this command goes on after so many steps."""
         self._command = command
         self._row.keep(command, start)
 
+    def standing(self, command: int, written: int) -> int:
+        """How much of what this command asks for was written already, by somebody who died at it.
+
+        It may be more than is said to stand: who dies in between had no time to say so.
+
+        Args:
+            command: that is about to be done.
+            written: by now, in all.
+        """
+        before = self._row.noted(command)
+        if before is None:
+            self._row.note(command, written)
+            return 0
+        return written - before
+
     def next(self, left: int) -> int:
         """See `Parts`."""
-        self._begun = time.perf_counter()
-        self._under_way = min(left, self._steps)
-        return self._under_way
+        return self._pace.begin(left)
 
-    def finished(self, made: int, steps: int) -> None:
+    def finished(self, made: int, steps: int, slot: Slot) -> None:  # noqa: ARG002
         """See `Parts`."""
         self._row.keep(self._command, made)
         self._row.beat(steps)
-        took = time.perf_counter() - self._begun
-        fitting = int(self._under_way * SECONDS / max(took, 1e-6))
-        self._steps = max(1, min(fitting, 2 * max(self._steps, self._under_way)))
+        self._pace.finished()

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 
 from rlcollect.errors import OptionError
 from rlcollect.layout import Leaf
+from rlcollect.memory.replay.claims import Share
 from rlcollect.memory.shared import SlotPlan
 from rlcollect.options import How, What, Where
 from rlcollect.stats import TimeShares
@@ -19,6 +20,7 @@ from rlcollect.weights.form import WeightsForm
 
 __all__ = [
     "Abandon",
+    "AttachBuffer",
     "AttachInterruptor",
     "AttachSlots",
     "Build",
@@ -77,6 +79,7 @@ class Build(Command):
         keeps: whether what it makes is to stand, part by part, if it dies; it then gives signs of life as often.
         generation: how many workers of this number there were before.
         prefix: of the ids of its episodes; None: its number.
+        skipped: ids of episodes with that prefix which somebody else may have had.
         warmup: random frames that each of its lanes still owes; None: its share of them all.
         numbers: of the episode that each of its lanes begins with; None: 0.
         weights: that were loaded into a worker's policy from a state; None: none were.
@@ -103,6 +106,7 @@ class Build(Command):
     keeps: bool = False
     generation: int = 0
     prefix: int | None = None
+    skipped: int = 0
     warmup: tuple[int, ...] | None = None
     numbers: tuple[int, ...] | None = None
     weights: Mapping[str, Any] | None = None
@@ -123,6 +127,19 @@ class AttachSlots(Command):
 
     plan: SlotPlan
     member: int
+
+
+@dataclass(frozen=True)
+class AttachBuffer(Command):
+    """Write frames to a replay buffer. Answer: None.
+
+    Attributes:
+        share: by which its lanes' rings are opened.
+        by_step: whether each step goes there at once.
+    """
+
+    share: Share
+    by_step: bool
 
 
 @dataclass(frozen=True)
@@ -389,7 +406,7 @@ class Collected:
         steps: T, as far as it was made.
         room: the steps that its memory is divided for.
         frames: in all lanes.
-        batch: where it does not lie in shared memory.
+        batch: where it does not lie in shared memory, or is in a buffer.
         report: how the worker is doing.
         number: how many rollouts the worker has made, with this one.
         version: of the weights that it was made with, the last.

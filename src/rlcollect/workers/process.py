@@ -12,10 +12,12 @@ from rlcollect.processes.arena import Arena
 from rlcollect.processes.board import Row
 from rlcollect.processes.crossing import Parcel, packed, unpacked
 from rlcollect.processes.pool import ProcessPool
+from rlcollect.workers.filling import Rings
 from rlcollect.workers.hosted import HostedWorker
 from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
+    AttachBuffer,
     AttachInterruptor,
     AttachSlots,
     Build,
@@ -142,6 +144,10 @@ class _Process:
         assert self._worker is not None
         if isinstance(command, AttachSlots):
             return self._worker.attach_slots(command, Arena.attached(descriptors[0], command.plan.nbytes))
+        if isinstance(command, AttachBuffer):
+            assert isinstance(self._worker, Worker)
+            put = Rings(command.share.open(descriptors), self._worker.engine.leaves, self._worker.keeping)
+            return self._worker.attach_buffer(put, by_step=command.by_step)
         if isinstance(command, SchemeMessage):
             return self._worker.taking.accept(command.content, descriptors)
         if isinstance(command, AttachInterruptor):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,21 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rlcollect.envs.saving import as_plain, as_was
+from rlcollect.errors import OptionError
 from rlcollect.failures import is_interrupt, relayed, warn
 from rlcollect.memory.shared import MemberSource
 from rlcollect.memory.slots import Slot
 from rlcollect.options import Sink
-from rlcollect.rollout.build import build_engine, make_driver
-from rlcollect.rollout.engine import STATE_KEYS, shares_of
+from rlcollect.rollout.build import build_engine, make_driver, plan_again
+from rlcollect.rollout.engine import STATE_KEYS, Parts, Whole, shares_of
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.policy.stated import generators_of
 from rlcollect.rollout.seeding import globals_state, seed_globals, set_globals_state
-from rlcollect.weights.naming import weights_of
+from rlcollect.weights.handed import Handed
+from rlcollect.weights.held import held_modules
+from rlcollect.weights.naming import module_of, weights_of
+from rlcollect.workers.breaking import Checking, InGlances
+from rlcollect.workers.filling import Filling, Put
 from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
@@ -79,6 +84,8 @@ class Worker:
         engine: makes the rollouts.
         driver: steps the environments.
         facts: what it says of itself.
+        keeping: says what stands if the worker dies; None: nobody asks.
+        is_apart: whether it makes rollouts beside other threads.
 
     Args:
         build: what to make.
@@ -149,6 +156,7 @@ class Worker:
         if build.weights is not None:
             self.acting.load(build.weights, strict=False)
         self.engine.policy_version = build.version
+        self.engine.episodes.skip(build.skipped)
         if build.by_step:
             self.engine.newer = self.taking.take
         if build.warmup is not None:
@@ -159,13 +167,15 @@ class Worker:
         self._stops = stops
         if stops is not None and (build.can_stop or build.keeps):  # a question after each step is a sign of life
             self.engine.interruptor = stops
-        self._keeping = keeping if build.keeps else None
+        self.keeping = keeping if build.keeps else None
         self.facts = self._facts()
         self._seconds = 0.0
         self._rollouts = 0
         self._owed = 0, self.engine.warmup_owed  # before the rollout of this number
         self._slots: MemberSource | None = None
         self._copies_to_slots = False
+        self._filling: Filling | None = None
+        self.is_apart = False
         self._handlers: dict[type[Command], Callable[[Any], Any]] = {
             Collect: self._collect,
             Abandon: self._abandon,
@@ -227,10 +237,54 @@ class Worker:
         """Rollouts go to shared memory from now on: are made there, or copied there by the engine or here."""
         self._slots = MemberSource(command.plan, buffer, command.member)
         self._copies_to_slots = not self.engine.deliver_to(self._slots)
-        if self._keeping is not None and not self._copies_to_slots:
-            self.engine.parts = self._keeping
-            if not (self._build.can_stop or self.engine.may_deliver_short):  # each part is a sign of life
-                self.engine.interruptor = None
+        if self.keeping is not None and not self._copies_to_slots:
+            self._make_by(self.keeping)
+
+    def attach_buffer(self, put: Put, *, by_step: bool) -> None:
+        """Frames go to a buffer from now on, and to nobody else."""
+        parts = self.keeping or Whole()
+        self._filling = Filling(put, parts, lanes=self.driver.num_lanes, by_step=by_step)
+        if not self.engine.may_deliver_short:
+            self._make_by(self._filling)
+
+    def _make_by(self, parts: Parts) -> None:
+        """Rollouts are made in these parts."""
+        self.engine.parts = parts
+        if self.keeping is not None and not (self._build.can_stop or self.engine.may_deliver_short):
+            self.engine.interruptor = None  # each part is a sign of life
+
+    def go_apart(self, models: Sequence[str], check: Callable[[], None]) -> Handed:
+        """Makes rollouts beside other threads from now on: with a copy of the policy, which weights are handed to.
+
+        Args:
+            models: paths of what takes weights beside the policy.
+            check: called now and then while a rollout is made; raises what it is to be broken off by.
+
+        Raises:
+            OptionError: the policy may look at what threads share, or uses modules that cannot be copied.
+            PolicyError: it cannot be copied.
+        """
+        build, acting, handed = self._build, self.acting, Handed()
+        actor = None
+        if self.plan is not None:
+            if self.plan.looks_around or (module_of(acting.given) is None and held_modules(acting.given)):
+                raise OptionError(
+                    "This policy cannot act in a thread beside the program's own: "
+                    f"{'it is called with a TensorDict, or looks at the exploration type' * self.plan.looks_around}"
+                    f"{'it is a function that uses modules' * (not self.plan.looks_around)}. Use an AsyncCollector, "
+                    "whose start() is another process."
+                )
+            acting.go_apart()
+            self.plan, actor = plan_again(acting, self.driver, build.what, build.where, build.how, build.worker)
+        self.engine.go_apart(actor)
+        self.taking = Taking(acting, handed)
+        self.taking.look_after({path: self.find(path) for path in models})
+        if self.engine.may_deliver_short:
+            self.engine.interruptor = Checking(check, self.engine.interruptor)
+        else:
+            self.engine.parts = InGlances(check, self.engine.parts)
+        self.is_apart = True
+        return handed
 
     # --- commands ---
 
@@ -244,21 +298,53 @@ class Worker:
             self._slots.choose(command.group)
         if self._stops is not None:
             self._stops.command = command.number
-        if self._keeping is not None:
-            self._keeping.begin(command.number, command.start)
+        if self.keeping is not None:
+            self.keeping.begin(command.number, command.start)
         self._enter("collecting")
         start = time.perf_counter()
-        batch = engine.rollout(command.steps, command.at_most, command.start)
+        batch = self._made(command)
         self._seconds += time.perf_counter() - start
         self._rollouts += 1
-        if self._slots is not None and self._copies_to_slots:
-            _copy_to(self._slots.take(command.steps), batch)
         if build.how.post_collect_hook is not None:
-            self._hook(build.how.post_collect_hook, batch.copy() if self._slots is not None else batch)
+            self._hook(build.how.post_collect_hook, batch if self._is_its_own else batch.copy())
         made = int(batch.batch_size[-1])
         kept, room = (batch, made) if self._slots is None else (None, self._slots.taken)
-        numbers = self._rollouts, engine.policy_version, engine.versions
-        return Collected(made, room, engine.frames, kept, self.report(), *numbers, time.monotonic_ns())
+        frames, versions = engine.frames, engine.versions
+        if self._filling is not None:
+            kept = None
+            if (steps := self._filling.before) > 0:  # of those nothing else is known here
+                before = steps * self.driver.num_lanes
+                frames, versions = frames + before, (*versions, (engine.policy_version, before))
+                made += steps
+        numbers = self._rollouts, engine.policy_version, versions
+        return Collected(made, room, frames, kept, self.report(), *numbers, time.monotonic_ns())
+
+    @property
+    def _is_its_own(self) -> bool:
+        """Whether the TensorDict of a rollout is made for it alone."""
+        return self._slots is None
+
+    def _made(self, command: Collect) -> TensorDictBase:
+        """A rollout, which stands where it is to."""
+        engine, filling = self.engine, self._filling
+        if filling is not None:
+            return self._filled(command, filling)
+        batch = engine.rollout(command.steps, command.at_most, command.start)
+        if self._slots is not None and self._copies_to_slots:
+            _copy_to(self._slots.take(command.steps), batch)
+        return batch
+
+    def _filled(self, command: Collect, filling: Filling) -> TensorDictBase:
+        """What is left of a rollout: what a worker that died has made of it is in the buffer, and not here."""
+        start, most = filling.begin(command.number, in_parts=not self.engine.may_deliver_short), command.at_most
+        if start > command.start:
+            self.engine.warmup_left = np.maximum(self.engine.warmup_left - (start - command.start), 0)
+        batch = self.engine.rollout(
+            command.steps - start, None if most is None else most - start * self.driver.num_lanes
+        )
+        if self.engine.may_deliver_short:
+            filling.put.batch(batch)
+        return batch
 
     def _take(self, command: Take | None = None) -> int:  # noqa: ARG002
         self._enter("taking new weights")

@@ -68,6 +68,15 @@ class Acting:
         if module is not None and any(place != self.device for place in places) and device is not None:
             self.policy = _copied(given, self.device)
 
+    def go_apart(self) -> None:
+        """What acts is a copy from now on, which nobody else knows.
+
+        Raises:
+            PolicyError: it cannot be copied.
+        """
+        if self.policy is self.given and module_of(self.given) is not None:
+            self.policy = _copied(self.given, None)
+
     def settle(self, home: torch.device) -> None:
         """A policy that is nowhere in particular computes where the environments are."""
         if not self._has_place:
@@ -142,17 +151,21 @@ class Acting:
                 load_weights(module, state, strict=strict)
 
 
-def _copied(policy: Any, device: torch.device) -> Any:
+def _copied(policy: Any, device: torch.device | None) -> Any:
+    """A copy, on another device or on the same."""
     try:
         made = copy.deepcopy(policy)
         module = module_of(made)
         assert module is not None
-        module.to(device)
+        if device is not None:
+            module.to(device)
     except Exception as error:
-        raise PolicyError(
-            f"The policy cannot be copied to {device}: {type(error).__name__}: {error}. Move it there yourself, or "
-            "pass policy_factory=, which makes it there."
-        ) from error
+        told = (
+            "copied. Collect in the background with an AsyncCollector, which sends it to another process"
+            if device is None
+            else f"copied to {device}. Move it there yourself, or pass policy_factory=, which makes it there"
+        )
+        raise PolicyError(f"The policy cannot be {told}: {type(error).__name__}: {error}.") from error
     return made
 
 

@@ -117,6 +117,12 @@ class Plan:
         return self._current.path
 
     @property
+    def looks_around(self) -> bool:
+        """Whether parts of it may look at what the program's threads share: the exploration type."""
+        program = self._current.program
+        return self.path != "direct" or (program is not None and program.looks_around)
+
+    @property
     def reason(self) -> str:
         """Why it took this path, in a few words."""
         return self._current.reason

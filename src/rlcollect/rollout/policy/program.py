@@ -88,6 +88,7 @@ class Program:
         self._lead = list(lead)
         self._extra_keys = extra_keys
         self._twins = twins
+        self.looks_around = False  # whether a part may look at the exploration type
         self._shape = list(_shape(module))
         self._writes = Counter(_written(module))
         self.refusal = self._add(module)
@@ -118,6 +119,7 @@ class Program:
             return self._add_distribution(module)
         if (call := stand_in_call(module, self._lead)) is not None:
             self._add_step(module, lambda: call)
+            self.looks_around = True
             return None
         return f"{type(module).__name__} is called as it is"
 
@@ -160,6 +162,7 @@ class Program:
 
         self._note(reads, writes)
         self._steps.append(_Step(reads, changes, lambda: call))
+        self.looks_around = True
 
     def _add_module(self, module: Any) -> str | None:
         options = (module._kwargs, module.method, module.method_kwargs or None, module._get_kwargs or None)
