@@ -39,12 +39,11 @@ from tests.workers.fault_helpers import (
     within,
 )
 from tests.workers.helpers import KINDS, PROCESSES
-from tests.workers.test_buffers import ROOM, Listed, check_counts, check_tagged, make_tagged
+from tests.workers.test_buffers import ROOM, Listed, check_counts, check_tagged, make_tagged, of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::rlcollect.WorkerRestarted")]
 
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-process_kinds = pytest.mark.parametrize("kind", [KINDS[name] for name in PROCESSES], ids=PROCESSES)
+every_kind, process_kinds = of(KINDS), of(PROCESSES)
 single_and_async = pytest.mark.parametrize("kind", [KINDS["single"], KINDS["async"]], ids=["single", "async"])
 LONG = 30.0  # seconds for what must come, however busy the machine is
 IDS = ("collector", "traj_ids")

@@ -577,7 +577,7 @@ class TestCtrlCAnywhere:
         [{}, {"postproc": TensorDict.clone}, {"max_frames_per_traj": 5}],
         ids=["plain", "post-processed", "with a limit"],
     )
-    @pytest.mark.parametrize("length", [None, 3])
+    @pytest.mark.parametrize("length", [pytest.param(None, marks=pytest.mark.slow), 3])
     @pytest.mark.parametrize("apart", [11, pytest.param(3, marks=pytest.mark.slow)])
     def test_in_a_batch(self, options, length, apart):
         wrong, number, places = [], 0, [None] * apart

@@ -279,7 +279,11 @@ def _collect_and_die(kind, source, options, path, sender):
 
 class TestKilled:
     @pytest.mark.parametrize(
-        ("kind", "source"), [(Collector, "CartPole-v1"), (MultiSyncCollector, ["CartPole-v1"] * 2)]
+        ("kind", "source"),
+        [
+            (Collector, "CartPole-v1"),
+            pytest.param(MultiSyncCollector, ["CartPole-v1"] * 2, marks=pytest.mark.slow),
+        ],
     )
     def test_hashes_of_20_000_frames_are_those_of_a_collection_that_was_not(self, kind, source, tmp_path):
         path = tmp_path / "state.pt"

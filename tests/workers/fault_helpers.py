@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -220,18 +221,13 @@ def worker_process(number: int) -> BaseProcess:
 
 
 def kill_worker(number: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Kills it, and waits until it is gone; by its number, since the object is the pool's, in another thread."""
-    pid = worker_process(number).pid
-    assert pid is not None
-    os.kill(pid, by)
-    assert becomes_true(lambda: _has_ended(pid))
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    """Kills it, and waits until that can be noticed; by a descriptor of its own, since the pool may close its one."""
+    process = worker_process(number)
+    assert process.pid is not None
+    sentinel = os.dup(process.sentinel)
+    os.kill(process.pid, by)
+    assert wait([sentinel], HANG_LIMIT)
+    os.close(sentinel)
 
 
 class within:  # noqa: N801 - reads as a word

@@ -45,8 +45,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::rlcollect.WorkerRestarted"),
 ]
 
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-process_kinds = pytest.mark.parametrize("kind", [KINDS[name] for name in PROCESSES], ids=PROCESSES)
+
+def of(names):
+    """These kinds; one asynchronous worker is in the long run, since it is several with one."""
+    marks = {"one async": pytest.mark.slow}
+    cases = [pytest.param(KINDS[name], marks=marks.get(name, ()), id=name) for name in names]
+    return pytest.mark.parametrize("kind", cases)
+
+
+every_kind, process_kinds = of(KINDS), of(PROCESSES)
 single_and_sync = pytest.mark.parametrize("kind", [KINDS["single"], KINDS["sync"]], ids=["single", "sync"])
 MASK = ("collector", "mask")
 IDS = ("collector", "traj_ids")

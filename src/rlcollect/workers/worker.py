@@ -306,7 +306,7 @@ class Worker:
         self._seconds += time.perf_counter() - start
         self._rollouts += 1
         if build.how.post_collect_hook is not None:
-            self._hook(build.how.post_collect_hook, batch if self._is_its_own else batch.copy())
+            self._hook(build.how.post_collect_hook, batch.copy() if self._slots is not None else batch)
         made = int(batch.batch_size[-1])
         kept, room = (batch, made) if self._slots is None else (None, self._slots.taken)
         frames, versions = engine.frames, engine.versions
@@ -318,11 +318,6 @@ class Worker:
                 made += steps
         numbers = self._rollouts, engine.policy_version, versions
         return Collected(made, room, frames, kept, self.report(), *numbers, time.monotonic_ns())
-
-    @property
-    def _is_its_own(self) -> bool:
-        """Whether the TensorDict of a rollout is made for it alone."""
-        return self._slots is None
 
     def _made(self, command: Collect) -> TensorDictBase:
         """A rollout, which stands where it is to."""

@@ -164,7 +164,7 @@ class TestGroups:
 
 class TestRestarts:
     @pytest.mark.filterwarnings("ignore::rlcollect.WorkerRestarted")
-    @pytest.mark.parametrize("groups", [1, 2])
+    @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
     @pytest.mark.parametrize(("steps", "frames"), [(400, 4000), pytest.param(1000, 20_000, marks=pytest.mark.slow)])
     def test_one_step_of_many_fails(self, groups, steps, frames):
         """FAULTS 62 and 64."""
