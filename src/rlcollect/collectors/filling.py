@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlcollect.collectors.gather import Made
 from rlcollect.devices import CPU
 from rlcollect.errors import OptionError
-from rlcollect.layout import Leaf, is_private, nested
+from rlcollect.layout import Leaf, nested
 from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.replay.claims import Claim
 from rlcollect.memory.replay.rows import parts_of
@@ -22,6 +22,7 @@ from rlcollect.memory.replay.table import IDS, MASK, columns_of, leaves_of
 from rlcollect.memory.replay.tails import Marks
 from rlcollect.memory.replay.writing import Pieces, Writer
 from rlcollect.options import Sink
+from rlcollect.workers.filling import kept_leaves
 from rlcollect.workers.messages import Facts
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "extend_other",
     "filled_here",
     "ids_in",
-    "kept_leaves",
     "lanes_of",
     "prepare_other",
 ]
@@ -222,18 +222,18 @@ def prepare_other(sink: Sink, facts: Sequence[Facts]) -> None:
         )
     storage = _storage_of(buffer)
     init = getattr(storage, "_init", None)
-    is_changed = sink.postproc or sink.split_trajs or sink.fragment_len or sink.trajs_per_batch
-    if getattr(storage, "initialized", True) or _dims_of(buffer) > 1 or leaves is None or init is None or is_changed:
+    if (
+        getattr(storage, "initialized", True)
+        or _dims_of(buffer) > 1
+        or leaves is None
+        or init is None
+        or sink.changes_rollouts
+    ):
         return
     frame = TensorDict(
         nested((leaf.key, torch.zeros(leaf.shape, dtype=leaf.dtype)) for leaf in kept_leaves(leaves)), []
     )
     init(frame)
-
-
-def kept_leaves(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """What frames in a buffer hold."""
-    return [leaf for leaf in leaves if not is_private(leaf.key)]
 
 
 def ids_in(buffer: Any) -> int:
@@ -266,9 +266,8 @@ def are_written_there(sink: Sink, facts: Sequence[Facts], devices: Sequence[torc
     buffer = sink.replay_buffer
     if not isinstance(buffer, ReplayBuffer) or buffer.frames_device != CPU:
         return False
-    is_changed = sink.postproc or sink.split_trajs or sink.fragment_len or sink.trajs_per_batch
     have_form = all(each.leaves is not None for each in facts)
-    return have_form and not is_changed and {*devices} <= {None, CPU}
+    return have_form and not sink.changes_rollouts and {*devices} <= {None, CPU}
 
 
 def lanes_of(made: Made, num_envs: int, lanes: int) -> Sequence[int]:

@@ -22,7 +22,6 @@ from rlcollect.collectors.filling import (
     check_buffer,
     filled_here,
     ids_in,
-    kept_leaves,
     prepare_other,
 )
 from rlcollect.collectors.gather import Gather
@@ -40,6 +39,7 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.launch import default_method
 from rlcollect.stats import Threads
 from rlcollect.weights.naming import load_weights, module_of
+from rlcollect.workers.filling import kept_leaves
 from rlcollect.workers.interruptor import Interruptor
 from rlcollect.workers.lasting import LastingPool
 from rlcollect.workers.messages import AttachBuffer, AttachInterruptor, AttachSlots, Build, Command, Facts

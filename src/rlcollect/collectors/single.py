@@ -18,7 +18,6 @@ from rlcollect.collectors.filling import (
     extend_other,
     filled_here,
     ids_in,
-    kept_leaves,
     prepare_other,
 )
 from rlcollect.collectors.gather import OneInline
@@ -26,7 +25,7 @@ from rlcollect.collectors.opened import Started
 from rlcollect.collectors.posting import InPlace
 from rlcollect.errors import OptionError
 from rlcollect.memory.replay.buffer import ReplayBuffer
-from rlcollect.workers.filling import Batches, Rings
+from rlcollect.workers.filling import Batches, Rings, kept_leaves
 from rlcollect.workers.inline import InlinePool
 from rlcollect.workers.messages import Build, Facts, Report
 from rlcollect.workers.worker import Worker

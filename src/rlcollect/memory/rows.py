@@ -24,7 +24,7 @@ from tensordict import (
 
 from rlcollect.errors import OptionError
 
-__all__ = ["Jagged", "JaggedTensors", "Taken", "taken_rows"]
+__all__ = ["Jagged", "JaggedTensors", "Taken", "indexed", "taken_rows"]
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What torch has no index functions for, by what is as wide."""
@@ -123,7 +123,7 @@ class Taken(Rearrangement):
         if self._places is None:
             return rows.view(*self.size, *rows.shape[1:])
         made = torch.zeros((torch.Size(self.size).numel(), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        _indexed(made)[self._places.to(rows.device)] = _indexed(rows)
+        indexed(made)[self._places.to(rows.device)] = indexed(rows)
         return made.view(*self.size, *rows.shape[1:])
 
     def parts(self, data: LazyStackedTensorDict) -> TensorDictBase:
@@ -218,11 +218,11 @@ def taken_rows(value: torch.Tensor, dims: int, rows: torch.Tensor | None) -> tor
     flat = value.flatten(0, dims - 1)
     if rows is None:
         return flat
-    taken = _indexed(flat).index_select(0, rows.to(flat.device))
+    taken = indexed(flat).index_select(0, rows.to(flat.device))
     return taken.view(flat.dtype) if flat.dtype in _SIGNED else taken
 
 
-def _indexed(value: torch.Tensor) -> torch.Tensor:
+def indexed(value: torch.Tensor) -> torch.Tensor:
     """The same memory, of a type that can be indexed."""
     return value.view(_SIGNED[value.dtype]) if value.dtype in _SIGNED else value
 

@@ -87,6 +87,11 @@ class Sink:
             self._check_compact()
         self._check_buffer()
 
+    @property
+    def changes_rollouts(self) -> bool:
+        """Whether batches are other than rollouts as they are made: what a buffer gets is then made by the program."""
+        return bool(self.postproc or self.split_trajs or self.fragment_len or self.trajs_per_batch)
+
     def _check_buffer(self) -> None:
         """What does not go with a buffer."""
         if self.replay_buffer is None:

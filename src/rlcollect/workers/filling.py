@@ -15,9 +15,14 @@ from rlcollect.memory.slots import Slot
 from rlcollect.rollout.engine import Parts
 from rlcollect.workers.keeping import Keeping
 
-__all__ = ["Batches", "Filling", "Put", "Rings"]
+__all__ = ["Batches", "Filling", "Put", "Rings", "kept_leaves"]
 
 Array = np.ndarray[Any, Any]
+
+
+def kept_leaves(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """What frames in a buffer hold."""
+    return [leaf for leaf in leaves if not is_private(leaf.key)]
 
 
 class Put(Protocol):
@@ -71,7 +76,7 @@ class Rings:
         self._writer = writer
         self._keeping = keeping
         self._left_out = 0  # frames that are still to be
-        self._leaves = [leaf for leaf in leaves if not is_private(leaf.key)]
+        self._leaves = kept_leaves(leaves)
         self._seen: tuple[Slot | None, Columns] = None, {}
 
     def part(self, slot: Slot, start: int, stop: int) -> None:

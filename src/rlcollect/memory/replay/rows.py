@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from rlcollect.layout import Key, Layout, Leaf, has_numpy, nested
 from rlcollect.memory.replay.table import Columns
+from rlcollect.memory.rows import indexed
 from rlcollect.memory.slots import BlockPool
 
 __all__ = ["Parts", "Rings", "Table", "copy_rows", "parts_of"]
@@ -20,8 +21,6 @@ Parts = Mapping[Key, Any]
 """Columns as they are written: arrays where numpy has their dtype, else tensors."""
 LARGE = 1024  # bytes of a frame from which on torch takes rows faster than numpy does
 CHUNK = 1 << 26  # bytes that are copied at a time
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""What torch has no index functions for, by what is as wide."""
 
 
 class Table:
@@ -75,8 +74,8 @@ class Table:
             index = torch.from_numpy(rows.reshape(-1)).to(self._device)
             room = self._room(len(index)) if reuse and index.is_cpu else {}
             for key, column in self._large:
-                out = _indexed(room[key]) if key in room else None
-                part = torch.index_select(_indexed(column), 0, index, out=out).view(column.dtype)
+                out = indexed(room[key]) if key in room else None
+                part = torch.index_select(indexed(column), 0, index, out=out).view(column.dtype)
                 taken[key] = part if rows.ndim == 1 else part.view(*rows.shape, *column.shape[1:])
         return taken
 
@@ -126,8 +125,8 @@ class Table:
         if self._others:
             lanes, times, to = (torch.from_numpy(each).to(self._device) for each in (*source, rows))
             for key, column in self._others.items():
-                values = _indexed(parts[key].to(self._device))[lanes, times]
-                _indexed(column).index_copy_(0, to, values)
+                values = indexed(parts[key].to(self._device))[lanes, times]
+                indexed(column).index_copy_(0, to, values)
 
 
 class Rings:
@@ -175,10 +174,6 @@ def _made(
     return made
 
 
-def _indexed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
-
-
 def copy_rows(source: Columns, rows: Array, target: Columns, places: Array) -> None:
     """Copies frames; where source and target are the same memory, each tensor is copied out of it first.
 
@@ -191,11 +186,11 @@ def copy_rows(source: Columns, rows: Array, target: Columns, places: Array) -> N
     index, to = torch.from_numpy(rows), torch.from_numpy(places)
     for key, column in source.items():
         if column is target[key]:
-            taken = _indexed(column).index_select(0, index.to(column.device))
-            _indexed(column).index_copy_(0, to.to(column.device), taken)
+            taken = indexed(column).index_select(0, index.to(column.device))
+            indexed(column).index_copy_(0, to.to(column.device), taken)
             continue
         step = max(1, CHUNK // max(1, column[:1].numel() * column.element_size()))
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            taken = _indexed(column).index_select(0, index[part].to(column.device))
-            _indexed(target[key]).index_copy_(0, to[part].to(target[key].device), taken.to(target[key].device))
+            taken = indexed(column).index_select(0, index[part].to(column.device))
+            indexed(target[key]).index_copy_(0, to[part].to(target[key].device), taken.to(target[key].device))
