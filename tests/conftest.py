@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -26,6 +27,13 @@ def forked(request: pytest.FixtureRequest) -> Iterator[None]:
 def one_thread() -> None:
     """Several test runners share the cores: torch's threads would wait for each other at every call."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    """What has been imported by now stays: no collection of garbage looks through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

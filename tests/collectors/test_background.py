@@ -27,7 +27,7 @@ from rlcollect import (
     WorkerError,
     WorkerTimeout,
 )
-from rlcollect.collectors import running
+from rlcollect.collectors import background, running
 from rlcollect.testing import Echo, Tagged
 from tests.workers.fault_helpers import (
     Belongings,
@@ -38,13 +38,15 @@ from tests.workers.fault_helpers import (
     raised_by,
     within,
 )
-from tests.workers.helpers import KINDS, PROCESSES
-from tests.workers.test_buffers import ROOM, Listed, check_counts, check_tagged, make_tagged, of
+from tests.workers.helpers import KINDS, PROCESSES, of
+from tests.workers.test_buffers import ROOM, Listed, check_counts, check_tagged, make_tagged
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::rlcollect.WorkerRestarted")]
 
 every_kind, process_kinds = of(KINDS), of(PROCESSES)
 single_and_async = pytest.mark.parametrize("kind", [KINDS["single"], KINDS["async"]], ids=["single", "async"])
+single_and_async_soon = of(KINDS, slow=("sync", "one async"))
+async_soon = of(PROCESSES, slow=("sync", "one async"))
 LONG = 30.0  # seconds for what must come, however busy the machine is
 IDS = ("collector", "traj_ids")
 VERSION = ("collector", "policy_version")
@@ -295,7 +297,7 @@ class TestWaitFor:
 
 
 class TestMeanwhile:
-    @every_kind
+    @single_and_async_soon
     def test_all_else_can_be_called(self, kind, buffer):
         """Each waits for one rollout at most, over and over; no frame is lost or doubled, and counts stay exact."""
         total = 1600 * kind.workers
@@ -862,7 +864,7 @@ class Sleeping(Tagged):
 
 
 class TestEnd:
-    @every_kind
+    @single_and_async_soon
     def test_nothing_is_left(self, kind):
         """No thread, process or descriptor; however often, and wherever it is."""
         with ReplayBuffer(ROOM, storage="shared") as buffer:
@@ -880,7 +882,7 @@ class TestEnd:
             del collector
             check_nothing_is_left(before)
 
-    @process_kinds
+    @async_soon
     def test_workers_in_a_long_step_are_not_waited_for(self, kind, buffer):
         with opened(kind, buffer, lambda worker: functools.partial(Sleeping, worker)) as collector:
             collector.start()
@@ -899,12 +901,13 @@ class TestEnd:
         assert 0 < collector.collected_frames == buffer.write_count
         check_tagged(buffer)
 
-    def test_a_long_step_in_a_thread_is_left_to_itself(self, buffer):
+    def test_a_long_step_in_a_thread_is_left_to_itself(self, buffer, monkeypatch):
         """After a while, with a warning: it cannot be broken off."""
+        monkeypatch.setattr(background, "PATIENCE", 2.0)
         collector = opened(KINDS["single"], buffer, lambda _: Sleeping, lanes=None)
         collector.start()
         time.sleep(0.3)
-        with within(7.0), pytest.warns(UserWarning, match="has not come back in 5.0 s"):
+        with within(7.0), pytest.warns(UserWarning, match="has not come back in 2.0 s"):
             collector.shutdown()
         assert collector.closed
         assert not collector.is_running()

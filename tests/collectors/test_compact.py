@@ -19,12 +19,11 @@ from tensordict import TensorDict
 
 from rlcollect import Collector, CompactBatch, InvalidBatchError, MultiSyncCollector, OptionError
 from rlcollect.testing import Counter, Life, Reuser, Tagged, TaggedAgents, TensorTagged, check_batch
-from tests.workers.helpers import KINDS, PROCESSES, Kind, TaggedLanes, assert_same, remembering
+from tests.workers.helpers import KINDS, PROCESSES, Kind, TaggedLanes, assert_same, of, remembering
 
 pytestmark = pytest.mark.timeout(60)
 
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-process_kinds = pytest.mark.parametrize("kind", [KINDS[name] for name in PROCESSES], ids=PROCESSES)
+every_kind, process_kinds = of(KINDS), of(PROCESSES)
 
 
 def expanded(batch: Any) -> Any:
@@ -96,7 +95,7 @@ class TestKinds:
     def test_workers_that_hold_collectors_make_full_batches(self) -> None:
         check_same([Tagged] * 2, frames_per_batch=24, num_envs=2, kind=MultiSyncCollector, collector_class=Collector)
 
-    @pytest.mark.parametrize("kind", [KINDS["async"], KINDS["one async"]], ids=["async", "one async"])
+    @of(["async", "one async"])
     def test_batches_that_wait_are_in_the_state_in_full_form(self, kind: Kind) -> None:
         """It loads into a collector without the option as well."""
         waiting = 2 * kind.workers

@@ -1073,6 +1073,7 @@ class TestScripts:
         assert err.count("Traceback") == 0
         assert err.count("ResourceWarning") <= 1
 
+    @pytest.mark.slow
     def test_one_that_raises_in_the_loop(self):
         code, out, err = run("for batch in collector():\n    raise ValueError('mine')")
         assert code == 1

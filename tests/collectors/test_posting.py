@@ -23,6 +23,11 @@ from rlcollect.testing import Echo
 
 pytestmark = pytest.mark.timeout(60)
 kinds = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector], ids=["sync", "async"])
+sync_soon = pytest.mark.parametrize(  # what is published is made in the program, whatever kind it is for
+    "kind",
+    [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)],
+    ids=["sync", "async"],
+)
 SHARE = 4  # frames of a worker in a batch
 LONG = 30  # seconds in which every worker gets its turn, however busy the machine is
 
@@ -157,7 +162,7 @@ FORMS = {
 SAVED = {"state dict", "plain dict", "compiled module's state dict"}  # without what no state dict has
 
 
-@kinds
+@sync_soon
 class TestWhatIsGiven:
     def test_nothing_is_the_policy_itself(self, kind):
         policy = Mixed()
@@ -264,7 +269,7 @@ class TestBuffersThatThePolicyChanges:
                 ]
 
 
-@kinds
+@sync_soon
 @pytest.mark.filterwarnings("ignore:No weights were sent")
 class TestWithoutAPolicyHere:
     def test_says_what_to_pass(self, kind):
@@ -317,7 +322,7 @@ MISFITS = {
 }
 
 
-@kinds
+@sync_soon
 class TestWhatDoesNotFit:
     def test_is_refused_whole(self, kind):
         """Nothing is applied, not even what comes before the first difference; nothing counts."""

@@ -198,7 +198,13 @@ class TestBitForBit:
         assert resumed == whole
         assert len({*whole}) == len(whole)
 
-    @pytest.mark.parametrize("case", ["cartpole", "a warm-up", "recurrent", "with get_state", "replayed with seeds"])
+    @pytest.mark.parametrize(
+        "case",
+        [
+            *("recurrent", "with get_state", "replayed with seeds"),
+            *(pytest.param(case, marks=pytest.mark.slow) for case in ("cartpole", "a warm-up")),
+        ],
+    )
     def test_in_sync_workers(self, case):
         source, policy, options = SINGLE[case]
         options = {"frames_per_batch": 120, **options}

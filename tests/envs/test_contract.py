@@ -42,7 +42,10 @@ def wrapped(wrapper: Any, make: Make, **options: Any) -> Make:
 
 def each_of(makers: Mapping[str, Make]) -> Any:
     """The contract is kept once for each of these; `make` is what a test class then has."""
-    return pytest.mark.parametrize("made_by", list(makers.values()), ids=list(makers), indirect=True)
+    cases = [
+        pytest.param(make, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, make in makers.items()
+    ]
+    return pytest.mark.parametrize("made_by", cases, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,11 @@ def made_by(request: pytest.FixtureRequest) -> None:
     if hasattr(request, "param"):
         request.instance.make = request.param
 
+
+SLOW = (  # processes that send what the others have in shared memory: one of this kind is in PENDING
+    "AsyncVectorEnv without shared memory, SAME_STEP",
+    "AsyncVectorEnv without shared memory, DISABLED",
+)
 
 # Lanes can be reset one by one: every option is kept.
 LANES: dict[str, Make] = {

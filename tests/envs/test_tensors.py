@@ -1849,8 +1849,13 @@ def placed(place: Any, name: str, policy_place: str, storing: str | None, **opti
         return plain, run(device, name, **where, **options)
 
 
-@pytest.mark.parametrize("storing", STORING)
-@pytest.mark.parametrize("policy_place", ["here", "there"])
+@pytest.mark.parametrize(
+    ("policy_place", "storing"),
+    [
+        *(("here", None), ("here", "there"), ("there", "cpu"), ("there", "there")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("here", "cpu"), ("there", None))),
+    ],
+)
 @places
 class TestPlaces:
     """Environments there; the policy there or on the host; batches anywhere."""

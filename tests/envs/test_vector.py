@@ -54,7 +54,9 @@ KINDS = {
 
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 backends = pytest.mark.parametrize("backend", sorted(BACKENDS))
-lane_ends = pytest.mark.parametrize("first_end", range(3), ids=lambda first: ENDS[first])
+backends_in_short = pytest.mark.parametrize(  # what is sent by value is the same: where little depends on how it comes
+    "backend", ["async", pytest.param("async without shared memory", marks=pytest.mark.slow), "sync"]
+)
 
 
 def makers(kind: str, *lengths: int | None, first_end: int = 0, **options: Any) -> list[Any]:
@@ -73,9 +75,13 @@ class TestEveryLaneIsWhatAPlainLoopHas:
     """FAULTS 5, 7, 10, 11, 13, 18: no row pairs two episodes, none is lost, no observation is another's."""
 
     @modes
-    @backends
-    @lane_ends
-    @pytest.mark.parametrize("kind", ["box", "dict"])
+    @pytest.mark.parametrize(
+        ("backend", "kind", "first_end"),
+        [
+            pytest.param(*case, marks=() if case[0] == "sync" or case[2] == 0 else pytest.mark.slow)
+            for case in itertools.product(sorted(BACKENDS), ["box", "dict"], range(3))
+        ],
+    )
     def test_every_key_of_every_frame(self, backend, mode, kind, first_end):
         lanes = makers(kind, *LENGTHS, first_end=first_end)
         maker = Maker(backend, lanes, autoreset_mode=mode)
@@ -87,7 +93,7 @@ class TestEveryLaneIsWhatAPlainLoopHas:
         assert_by_hand(batches, lanes)
 
     @modes
-    @backends
+    @backends_in_short
     @pytest.mark.parametrize("kind", ["counter", "counter dict"])
     def test_all_lanes_may_end_together(self, backend, mode, kind):
         lanes = [functools.partial(KINDS[kind], 0, 3, end="both")] * 3
@@ -107,7 +113,7 @@ class TestEveryLaneIsWhatAPlainLoopHas:
         assert (("collector", "mask") in batches[0].keys(True)) is (mode is NEXT_STEP and masked is False)
 
     @modes
-    @backends
+    @backends_in_short
     def test_dense_batches_are_those_of_the_lanes_themselves(self, backend, mode):
         """Bit for bit, ids and marks too, where every step is a frame."""
         lanes = makers("dict", *LENGTHS)
@@ -163,7 +169,7 @@ class TestEveryLaneIsWhatAPlainLoopHas:
         assert all(same_bits(*pair) for pair in zip(batches, kept, strict=True))
 
     @modes
-    @backends
+    @backends_in_short
     def test_an_environment_of_gymnasium(self, backend, mode):
         def make():
             return gym.make("CartPole-v1", max_episode_steps=13)
@@ -302,7 +308,7 @@ class TestOptionsThatResetLanes:
 
 class TestSeeds:
     @modes
-    @backends
+    @backends_in_short
     def test_one_seed_gives_equal_batches(self, backend, mode):
         def run(seed):
             lanes = [functools.partial(Tagged, lane, 6, random_length=True) for lane in range(3)]
@@ -314,7 +320,7 @@ class TestSeeds:
         assert all(same_bits(*pair) for pair in zip(one, again, strict=True))
         assert not all(same_bits(*pair) for pair in zip(one, other, strict=True))
 
-    @backends
+    @backends_in_short
     @modes
     def test_a_list_reaches_the_lanes_as_it_is(self, backend, mode):
         maker = Maker(backend, makers("box", 2, 3, 4), autoreset_mode=mode)
@@ -359,7 +365,7 @@ class TestSeeds:
         assert all(isinstance(seed, int) for seed in one)
 
     @modes
-    @backends
+    @backends_in_short
     def test_a_saved_state_goes_on_with_the_lanes_generators(self, backend, mode):
         lanes = [functools.partial(Tagged, lane, 6, random_length=True) for lane in range(3)]
 
@@ -384,7 +390,7 @@ class TestSeeds:
 
 class TestForms:
     @modes
-    @backends
+    @backends_in_short
     def test_a_reward_that_is_an_array_of_one_element(self, backend, mode):
         """FAULTS 8: the same batch from every path, or an error that says what is wrong."""
 
@@ -470,7 +476,7 @@ class TestForms:
             Collector([Homemade(2), Homemade(2)], frames_per_batch=8)
 
     @modes
-    @backends
+    @backends_in_short
     def test_one_lane_has_its_dimension(self, backend, mode):
         with Collector(Maker(backend, counters(3), autoreset_mode=mode), frames_per_batch=8) as collector:
             batch = collector.next()
@@ -606,7 +612,7 @@ class TestInfos:
                 assert (figures[ended] == length).all()
 
     @modes
-    @backends
+    @backends_in_short
     def test_an_entry_that_is_not_numeric(self, backend, mode):
         class Told(Counter):
             def _inform(self):
@@ -710,7 +716,7 @@ class TestErrors:
 
 class TestOwnership:
     @modes
-    @backends
+    @backends_in_short
     def test_instances_stay_open_and_what_was_made_is_closed(self, backend, mode):
         maker = Maker(backend, counters(2, 3), autoreset_mode=mode)
         with Collector(maker, frames_per_batch=4) as collector:
@@ -726,7 +732,7 @@ class TestOwnership:
         env.close()
 
     @modes
-    @backends
+    @backends_in_short
     def test_an_instance_that_was_in_use_before(self, backend, mode):
         """With ends pending, whatever became of them; and again by a second collector."""
         lanes = makers("box", 1, 2, 3)
@@ -757,7 +763,7 @@ class TestOwnership:
 
 class TestLongRollouts:
     @modes
-    @backends
+    @backends_in_short
     def test_more_steps_than_views_are_kept_for(self, backend, mode):
         lanes = makers("box", 3, 50, 300)
         with Collector(

@@ -646,8 +646,15 @@ class TestState:
 
 
 class TestCtrlC:
-    @pytest.mark.parametrize("backend", ["sync", "async without shared memory"])
-    @pytest.mark.parametrize(("lengths", "steps"), [((2, 3, 7), 3), ((2, None), 2)])
+    @pytest.mark.parametrize(
+        ("backend", "lengths", "steps"),
+        [
+            ("sync", (2, 3, 7), 3),
+            ("sync", (2, None), 2),
+            ("async without shared memory", (2, 3, 7), 3),
+            pytest.param("async without shared memory", (2, None), 2, marks=pytest.mark.slow),
+        ],
+    )
     def test_the_batch_is_dropped_and_new_episodes_begin(self, backend, lengths, steps):
         lanes = [functools.partial(Tagged, lane, length) for lane, length in enumerate(lengths)]
         options = {"frames_per_batch": steps * len(lanes), "total_frames": 5 * steps * len(lanes), "record": RECORD}

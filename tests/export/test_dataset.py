@@ -554,6 +554,11 @@ def child_meets_a_limit_in_the_first_batch(path: str) -> None:
     assert_holds(Path(path), 2)
 
 
+def child_meets_limits_of_file_size(folder: str) -> None:
+    child_meets_a_limit_in_the_first_batch(f"{folder}/first")
+    child_meets_a_limit_of_file_size(f"{folder}/later")
+
+
 def free_pages(disk: Path) -> int:
     found = os.statvfs(disk)
     return found.f_bavail * found.f_frsize // resource.getpagesize()
@@ -608,6 +613,12 @@ def child_finds_every_place_where_a_disk_can_be_full(disk: str) -> None:
     assert 5 < refused["later"] <= refused["first"] < 100, refused
 
 
+def child_meets_full_disks(disk: str) -> None:
+    child_fills_the_disk(disk)
+    shutil.rmtree(Path(disk) / "run")
+    child_finds_every_place_where_a_disk_can_be_full(disk)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB, where one may be mounted."""
@@ -627,16 +638,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.timeout(60)
 class TestRefusedBySystem:
     def test_limit_of_file_size(self, tmp_path: Path) -> None:
-        run(child_meets_a_limit_of_file_size, tmp_path / "run")
-
-    def test_limit_of_file_size_in_the_first_batch(self, tmp_path: Path) -> None:
-        run(child_meets_a_limit_in_the_first_batch, tmp_path / "run")
+        run(child_meets_limits_of_file_size, tmp_path)
 
     def test_full_disk(self, small_disk: Path) -> None:
-        run(child_fills_the_disk, small_disk)
-
-    def test_disk_full_at_any_place(self, small_disk: Path) -> None:
-        run(child_finds_every_place_where_a_disk_can_be_full, small_disk)
+        run(child_meets_full_disks, small_disk)
 
     def test_interrupt_between_two_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ctrl-C in the middle of a write: the batch is not there, and the next one stands where it should."""

@@ -41,7 +41,7 @@ class TestMethods:
             assert default_method() == "forkserver"
 
     @pytest.mark.timeout(60)
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", [*QUICK, pytest.param("spawn", marks=pytest.mark.slow)])
     def test_each(self, method):
         told = launched(method, 1, "two", name="some-name")
         assert told["given"] == [1, "two"]

@@ -614,7 +614,7 @@ class TestShutdown:
     def test_at_once(self):
         self.ended(new_pool(2), [])
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
     def test_of_workers_that_hang(self, method, tmp_path):
         """They are told to end, and close what they hold."""
         pool = new_pool(3, method)
@@ -626,7 +626,7 @@ class TestShutdown:
         self.ended(pool, processes)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
     def test_of_workers_that_do_not_listen(self, method):
         pool = new_pool(3, method)
         processes = pids(pool)

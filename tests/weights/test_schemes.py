@@ -851,7 +851,7 @@ class TestWhatAReviewFound:
             shared.send(net(1), worker_ids=1)
             assert len(descriptors()) <= before + 2  # two memories where there was one, two descriptors each
 
-    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
     def test_a_scheme_keeps_its_attributes_on_its_way(self, method):
         scheme = OwnScheme("a folder")
         with connected(scheme, net, method=method):

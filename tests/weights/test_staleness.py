@@ -451,7 +451,7 @@ class Gated(Counted):
 class TestRollouts:
     """`rollout()` gives frames that are none of the learner's batches."""
 
-    @pytest.mark.parametrize("kind", [MultiAsyncCollector, AsyncCollector])
+    @pytest.mark.parametrize("kind", [MultiAsyncCollector, pytest.param(AsyncCollector, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("lag", [0, 1])
     def test_use_up_no_admission(self, kind, lag):
         with collecting(kind, lag, timeout=0.5) as collector:

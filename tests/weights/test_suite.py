@@ -275,7 +275,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "kind"), CASES)
+SLOW = [(form, ("sync", "async")[place % 2]) for place, form in enumerate(FORMS) if form != "compiled"]
+"""One of the kinds with workers for each form: it is seen with the other."""
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES]
+)
 class TestTheVersionInARowBelongsToTheValueInTheRow:
     def test_through_all_ways_of_updating(self, form, kind):
         with Case(form, kind) as case:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase
@@ -71,6 +72,12 @@ KINDS = {
     "one async": Kind(AsyncCollector, 1, False),
 }
 PROCESSES = [name for name, kind in KINDS.items() if kind.is_process]
+
+
+def of(names: Iterable[str], slow: Sequence[str] = ("one async",)) -> Any:
+    """These kinds; one asynchronous worker, which does what one of two does, in the long run alone."""
+    cases = [pytest.param(KINDS[name], marks=pytest.mark.slow if name in slow else (), id=name) for name in names]
+    return pytest.mark.parametrize("kind", cases)
 
 
 def owner(batch: TensorDictBase) -> int:

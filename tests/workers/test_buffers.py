@@ -13,7 +13,7 @@ import signal
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ from rlcollect.testing import Counter, Tagged
 from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.worker import Worker
 from tests.workers.fault_helpers import CULPRIT, kill_worker, raised_by, within
-from tests.workers.helpers import KINDS, PROCESSES, Endless, Kind, TaggedLanes, leaves, talkative
+from tests.workers.helpers import KINDS, PROCESSES, Endless, Kind, TaggedLanes, leaves, of, talkative
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -46,11 +46,12 @@ pytestmark = [
 ]
 
 
-def of(names):
-    """These kinds; one asynchronous worker is in the long run, since it is several with one."""
-    marks = {"one async": pytest.mark.slow}
-    cases = [pytest.param(KINDS[name], marks=marks.get(name, ()), id=name) for name in names]
-    return pytest.mark.parametrize("kind", cases)
+def in_short(ones, others, quick):
+    """Each with each; with several processes these are run each time, in which each of both is seen."""
+    return [
+        pytest.param(one, other, marks=() if one == "single" or (one, other) in quick else pytest.mark.slow)
+        for one, other in itertools.product(ones, others)
+    ]
 
 
 every_kind, process_kinds = of(KINDS), of(PROCESSES)
@@ -198,9 +199,7 @@ QUICK = {
     ("async", "lanes", "shared", "extend"),
     ("async", "one lane", "shared", "episodes"),
     ("async", "lanes", "memmap", "step"),
-    ("one async", "lanes", "shared", "extend"),
     ("one async", "one lane", "memmap", "step"),
-    ("one async", "lanes", "shared", "episodes"),
 }
 """What is run each time; the rest is slow."""
 MATRIX = [
@@ -229,10 +228,12 @@ class TestContent:
         assert torch.equal(buffer.frames()["next", "step_count"][:, 0], buffer.frames()["next", "observation"][:, 2])
         buffer.close()
 
-    @every_kind
-    @pytest.mark.parametrize("mode", ["extend", "step"])
-    def test_in_the_background_they_are_the_same(self, kind, mode):
+    @pytest.mark.parametrize(
+        ("name", "mode"), in_short(KINDS, ("extend", "step"), {("sync", "step"), ("async", "extend")})
+    )
+    def test_in_the_background_they_are_the_same(self, name, mode):
         """Where the policy draws nothing the thread makes the same frames."""
+        kind = KINDS[name]
         options = {"lanes": 2, "policy": telling, "total_frames": 80 * kind.workers}
         expected = Iterated(kind, make_tagged, **options)
         buffer = ReplayBuffer(ROOM, storage="shared")
@@ -305,9 +306,15 @@ class TestOptions:
         assert (buffer.frames()["collector", "policy_version"] == -1).sum() == 21
         buffer.close()
 
-    @pytest.mark.parametrize("cat_results", ["stack", 0, -1])
-    @pytest.mark.parametrize("name", ["workers write", "main writes"])
-    def test_how_workers_are_joined_changes_no_frame(self, cat_results, name):
+    @pytest.mark.parametrize(
+        ("name", "cat_results"),
+        in_short(
+            ("workers write", "main writes"),
+            ("stack", 0, -1),
+            {("workers write", "stack"), ("workers write", -1), ("main writes", 0)},
+        ),
+    )
+    def test_how_workers_are_joined_changes_no_frame(self, name, cat_results):
         changed = {} if name == "workers write" else {"postproc": lambda batch: batch}
         kind, options = KINDS["sync"], {"lanes": 2, "policy": telling, "total_frames": 64, "cat_results": cat_results}
         expected = Iterated(kind, make_tagged, **{**options, "cat_results": "stack"})
@@ -354,14 +361,24 @@ def lagging(worker: int) -> functools.partial[Lagging]:
 
 
 class TestLateWorkers:
-    @pytest.mark.parametrize("stragglers", ["stop", "continue"])
+    CHANGED: ClassVar = {
+        "rollouts": {},
+        "steps": {"extend_buffer": False},
+        "main writes": {"postproc": lambda batch: batch},
+        "by value": {"use_buffers": False},
+    }
+
     @pytest.mark.parametrize(
-        "changed",
-        [{}, {"extend_buffer": False}, {"postproc": lambda batch: batch}, {"use_buffers": False}],
-        ids=["rollouts", "steps", "main writes", "by value"],
+        ("changed", "stragglers"),
+        in_short(
+            CHANGED,
+            ("stop", "continue"),
+            {("rollouts", "continue"), ("steps", "stop"), ("main writes", "continue"), ("by value", "stop")},
+        ),
     )
-    def test_what_they_have_made_is_written_once(self, stragglers, changed):
+    def test_what_they_have_made_is_written_once(self, changed, stragglers):
         """Rows that a pre-empted worker has not made are not in the buffer; a late rollout is, when it has come."""
+        changed = self.CHANGED[changed]
         kind, buffer = KINDS["sync"], ReplayBuffer(ROOM, storage="shared")
         options = {"preemptive_threshold": 0.5, "stragglers": stragglers, **changed}
         collector = fill(buffer, kind, lagging, steps=10, lanes=2, total_frames=400, **options)
@@ -385,10 +402,17 @@ class Vector:
 
 
 class TestScratch:
-    @every_kind
-    @pytest.mark.parametrize("mode", ["extend", "step", "main writes", "episodes"])
-    def test_rows_that_are_no_frames_are_not_written(self, kind, mode):
+    @pytest.mark.parametrize(
+        ("name", "mode"),
+        in_short(
+            KINDS,
+            ("extend", "step", "main writes", "episodes"),
+            {("sync", "step"), ("sync", "main writes"), ("async", "extend"), ("async", "episodes")},
+        ),
+    )
+    def test_rows_that_are_no_frames_are_not_written(self, name, mode):
         """NEXT_STEP environments whose lanes are not in step: rows that are none stay out, each frame comes once."""
+        kind = KINDS[name]
         changed = {"main writes": {"postproc": lambda batch: batch}, **MODES}[mode]
         options = {"lanes": None, "steps": 12, "masked_reset": False, "total_frames": 12 * 3 * 4 * kind.workers}
         buffer = ReplayBuffer(ROOM, storage="shared")
@@ -527,10 +551,13 @@ class TestCounts:
         assert {*rows(frames)} >= {row for own in before.values() for row in own}
         buffer.close()
 
-    @every_kind
-    @pytest.mark.parametrize("changed", [{}, {"postproc": lambda batch: batch}], ids=["written there", "written here"])
-    def test_the_next_collector_goes_on_where_the_last_was(self, kind, changed):
+    @pytest.mark.parametrize(
+        ("name", "where"),
+        in_short(KINDS, ("written there", "written here"), {("sync", "written there"), ("async", "written here")}),
+    )
+    def test_the_next_collector_goes_on_where_the_last_was(self, name, where):
         """Its episodes have other ids, so that none seems to go on with the last one of a lane."""
+        kind, changed = KINDS[name], {"postproc": lambda batch: batch} if where == "written here" else {}
         buffer = ReplayBuffer(ROOM, storage="shared")
         for turn in (1, 2, 3):
             collector = fill(buffer, kind, Endless, lanes=2, total_frames=32 * kind.workers, **changed)
@@ -666,10 +693,12 @@ class TestRefused:
 
 
 class TestForeign:
-    @every_kind
-    @pytest.mark.parametrize("mode", MODES)
-    def test_it_is_given_frames_without_rows_that_are_none(self, kind, mode):
+    @pytest.mark.parametrize(
+        ("name", "mode"), in_short(KINDS, MODES, {("sync", "step"), ("async", "extend"), ("async", "episodes")})
+    )
+    def test_it_is_given_frames_without_rows_that_are_none(self, name, mode):
         """Frame by frame, lane after lane; step by step where this process makes them."""
+        kind = KINDS[name]
         options = {"lanes": 2, "policy": talkative, "total_frames": 80 * kind.workers}
         expected = Iterated(kind, make_tagged, **options, **({"trajs_per_batch": 2} if mode == "episodes" else {}))
         buffer = Listed()

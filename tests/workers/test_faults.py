@@ -62,6 +62,8 @@ pytestmark = pytest.mark.timeout(60)
 
 MISREAD = [StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt]
 both = pytest.mark.parametrize("kind", KINDS)
+sync_soon = pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
+async_soon = pytest.mark.parametrize("kind", [pytest.param(KINDS[0], marks=pytest.mark.slow), KINDS[1]])
 
 
 def slowly(*values):
@@ -73,10 +75,6 @@ def slowly(*values):
 def _server():
     """The server of processes is there before anything is counted, and stays."""
     MultiSyncCollector([Counter], frames_per_batch=4).shutdown()
-    gc.collect()
-    gc.freeze()  # what has been imported is not looked through again after each test
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -298,8 +296,9 @@ class TestHang:
     @pytest.mark.parametrize(
         ("kind", "where"),
         [
-            *[(MultiSyncCollector, where) for where in AT_START],
+            (MultiSyncCollector, "probe"),
             (MultiAsyncCollector, "first reset"),
+            *slowly((MultiSyncCollector, "constructor"), (MultiSyncCollector, "first reset")),
             *slowly((MultiAsyncCollector, "constructor"), (MultiAsyncCollector, "probe")),
         ],
     )
@@ -310,7 +309,7 @@ class TestHang:
         assert f"worker 1 ({STAGES[where]}" in str(raised.value)
         assert "1.0 s" in str(raised.value)
 
-    @pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)])
+    @sync_soon
     @pytest.mark.parametrize("where", LATER)
     def test_later(self, kind, where):
         """The asynchronous kind delivers what the other worker makes until only the one that hangs has frames left."""
@@ -329,7 +328,7 @@ class TestHang:
             with within(HANG_LIMIT):
                 collector.shutdown()
 
-    @both
+    @sync_soon
     def test_in_close(self, kind):
         collector = made(kind, "close", "hang")
         collector.next()
@@ -395,6 +394,10 @@ def step_breaks(kind, exception, **options):
     maker = functools.partial(Breaker, at=3, exception=exception)
     with kind([Counter, maker], frames_per_batch=8, **options) as collector:
         return raised_by(lambda: [collector.next() for _ in range(50)])
+
+
+FIRST = ["first reset", "reset", "pre hook", "seed", "state_dict"]
+SECOND = ["constructor", "probe", "policy", "post hook", "map_fn"]
 
 
 class TestExceptions:
@@ -491,8 +494,14 @@ class TestExceptions:
                 collector.next()
             assert raised.value.__cause__.worker in range(3)
 
-    @both
-    @pytest.mark.parametrize("exception", MISREAD)
+    @pytest.mark.parametrize(
+        ("kind", "exception"),
+        [
+            *[(MultiSyncCollector, exception) for exception in MISREAD],
+            (MultiAsyncCollector, StopIteration),
+            *slowly(*[(MultiAsyncCollector, exception) for exception in MISREAD[1:]]),
+        ],
+    )
     def test_what_would_be_misread(self, kind, exception):
         """DESIGN 9.15: no loop ends, no program stops, and nobody believes that a key was pressed."""
         error = step_breaks(kind, functools.partial(exception, "mine"))
@@ -501,21 +510,12 @@ class TestExceptions:
         assert f"{exception.__name__}: mine" in str(error)
 
     @pytest.mark.parametrize(
-        "exception", [StopIteration, KeyboardInterrupt, pytest.param(SystemExit, marks=pytest.mark.slow)]
-    )
-    @pytest.mark.parametrize(
-        "where",
+        ("exception", "where"),
         [
-            "constructor",
-            "first reset",
-            "probe",
-            "reset",
-            "policy",
-            "pre hook",
-            "post hook",
-            "seed",
-            "state_dict",
-            "map_fn",
+            *[(StopIteration, where) for where in FIRST],
+            *[(KeyboardInterrupt, where) for where in SECOND],
+            *slowly(*[(StopIteration, where) for where in SECOND], *[(KeyboardInterrupt, where) for where in FIRST]),
+            *slowly(*[(SystemExit, where) for where in (*FIRST, *SECOND)]),
         ],
     )
     def test_what_would_be_misread_anywhere(self, exception, where):
@@ -571,8 +571,15 @@ class TestKilled:
                 collector.next()
             assert raised.value.worker == 1
 
-    @both
-    @pytest.mark.parametrize("command", ["set_seed", "reset", "map_fn", "state_dict", "load_state_dict", "update"])
+    @pytest.mark.parametrize(
+        ("kind", "command"),
+        [
+            *[(MultiSyncCollector, command) for command in ("set_seed", "map_fn", "load_state_dict")],
+            *[(MultiAsyncCollector, command) for command in ("reset", "state_dict", "update")],
+            *slowly(*[(MultiSyncCollector, command) for command in ("reset", "state_dict", "update")]),
+            *slowly(*[(MultiAsyncCollector, command) for command in ("set_seed", "map_fn", "load_state_dict")]),
+        ],
+    )
     def test_before_a_command(self, kind, command):
         """Whatever is asked next says so; no broken pipe comes through."""
         with kind([Counter] * 2, Net(), frames_per_batch=8) as collector:
@@ -757,8 +764,15 @@ class TestTimeouts:
         with kind([Counter, maker], frames_per_batch=8, timeout=0.2) as collector:
             check_batch(collector.next())
 
-    @both
-    @pytest.mark.parametrize("command", ["map_fn", "state_dict", "set_seed", "reset"])
+    @pytest.mark.parametrize(
+        ("kind", "command"),
+        [
+            *[(MultiSyncCollector, command) for command in ("map_fn", "reset")],
+            *[(MultiAsyncCollector, command) for command in ("state_dict", "set_seed")],
+            *slowly(*[(MultiSyncCollector, command) for command in ("state_dict", "set_seed")]),
+            *slowly(*[(MultiAsyncCollector, command) for command in ("map_fn", "reset")]),
+        ],
+    )
     def test_a_command_that_is_late_is_done_all_the_same(self, kind, command):
         makers = [counting, functools.partial(Breaker, "sleep", "step", 3, seconds=0.5, length=None)]
         with kind(makers, frames_per_batch=16, total_frames=160, timeout=0.1) as collector:
@@ -866,7 +880,7 @@ class TestShutdown:
         collector.shutdown()
         assert capfd.readouterr().err == ""
 
-    @both
+    @sync_soon
     def test_while_a_worker_sleeps(self, kind, capfd):
         maker = functools.partial(Breaker, "sleep", seconds=60)
         collector = kind([counting, maker], frames_per_batch=8, timeout=0.2, total_frames=80)
@@ -890,7 +904,7 @@ class TestShutdown:
         with within(HANG_LIMIT):
             collector.shutdown()
 
-    @both
+    @async_soon
     def test_in_the_middle_of_collection(self, kind):
         """Rollouts are under way, and nobody waits for them any more."""
         makers = [functools.partial(Sleepy, 2, 0.05)] * 2
@@ -900,7 +914,7 @@ class TestShutdown:
         with within(HANG_LIMIT):
             collector.shutdown()
 
-    @both
+    @async_soon
     def test_by_another_thread_while_it_waits(self, kind):
         """DESIGN 3.4: every wait wakes on shutdown."""
         collector = kind([functools.partial(Breaker, "hang", at=3)] * 2, frames_per_batch=8)
@@ -1030,9 +1044,12 @@ def memory_of(pid):
 class TestMany:
     """FAULTS 56, 98: nothing grows."""
 
-    @both
     @pytest.mark.parametrize(
-        ("count", "bytes_more"), [(500, 2_000_000), pytest.param(1500, 4_000_000, marks=pytest.mark.slow)]
+        ("kind", "count", "bytes_more"),
+        [
+            (MultiAsyncCollector, 500, 2_000_000),
+            *slowly((MultiSyncCollector, 500, 2_000_000), *[(kind, 1500, 4_000_000) for kind in KINDS]),
+        ],
     )
     def test_small_batches(self, kind, count, bytes_more):
         with kind([Counter] * 2, Net(), frames_per_batch=16, update_at_each_batch=True) as collector:
@@ -1071,7 +1088,7 @@ class TestMany:
         """FAULTS 60: of both kinds; the last leaves no more than the first."""
         MultiSyncCollector([Counter] * 2, frames_per_batch=8).shutdown()
         before = Belongings.now()
-        for kind in KINDS * 5:
+        for kind in KINDS * 3:
             with kind([Counter] * 2, frames_per_batch=8, total_frames=24) as collector:
                 assert sum(batch.numel() for batch in collector) == 24
         del collector

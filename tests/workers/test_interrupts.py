@@ -17,6 +17,9 @@ from rlcollect import MultiAsyncCollector, MultiSyncCollector, WorkerTimeout
 from rlcollect.testing import Counter
 
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+async_soon = pytest.mark.parametrize(
+    "kind", [pytest.param(MultiSyncCollector, marks=pytest.mark.slow), MultiAsyncCollector]
+)
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -150,7 +153,7 @@ def test_a_function_that_fails_loses_no_rollout_of_others(kind):
         assert times == [float(t) for t in range(len(times))]
 
 
-@both
+@async_soon
 def test_a_late_failure_of_what_nobody_waits_for_is_told(kind):
     def fail(envs):
         time.sleep(0.6)
@@ -181,7 +184,7 @@ def test_a_fork_of_the_program_leaves_the_workers_alone(kind):
             assert collector.next() is not None
 
 
-@both
+@async_soon
 def test_large_commands_and_large_batches_pass_each_other(kind):
     """A worker that sends waits for the program to read, and the program does not wait for it to read."""
     large = torch.zeros(1_000_000)

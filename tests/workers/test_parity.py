@@ -63,6 +63,7 @@ from tests.workers.helpers import (
     lanes_of,
     leaves,
     length_of,
+    of,
     remembering,
     tagged_frames,
     tagged_lane,
@@ -76,10 +77,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:No weights were sent"),  # tests of factories collect without an update
 ]
 
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-process_kinds = pytest.mark.parametrize("kind", [KINDS[name] for name in PROCESSES], ids=PROCESSES)
-async_kinds = pytest.mark.parametrize("kind", [KINDS["async"], KINDS["one async"]], ids=["async", "one async"])
+every_kind, every_kind_and_one_async = of(KINDS), of(KINDS, slow=())
+process_kinds, process_kinds_and_one_async = of(PROCESSES), of(PROCESSES, slow=())
+async_kinds = of(["async", "one async"])
 single_and_lanes = pytest.mark.parametrize("lanes", [None, 3], ids=["one lane", "lanes"])
+lanes_soon = pytest.mark.parametrize(
+    "lanes", [pytest.param(None, marks=pytest.mark.slow), 3], ids=["one lane", "lanes"]
+)
 
 ALL = ("is_init", "step_count", "worker")
 
@@ -131,11 +135,16 @@ FORMS = {
     "reused": functools.partial(Reuser, 3),
     "reused dict": functools.partial(Reuser, 3, observation="dict"),
 }
+QUICK = "uint8", "scalar", "dict", "tuple", "reused"
 
 
 class TestForm:
     @pytest.mark.parametrize(
-        ("form", "lanes"), [(form, [None, 3][place % 2]) for place, form in enumerate(FORMS.values())], ids=FORMS
+        ("form", "lanes"),
+        [
+            pytest.param(FORMS[name], [None, 3][place % 2], id=name, marks=() if name in QUICK else pytest.mark.slow)
+            for place, name in enumerate(FORMS)
+        ],
     )
     def test_keys_dtypes_names_and_values_are_those_of_one_process(self, form, lanes):
         """FAULTS 10, 69, 80: whatever the observation is, and whatever the policy writes."""
@@ -152,7 +161,7 @@ class TestForm:
                 assert [forms(batch) for batch in part] == [forms(batch) for batch in expected]
                 assert [batch.names for batch in part] == [batch.names for batch in expected]
 
-    @every_kind
+    @every_kind_and_one_async
     @single_and_lanes
     def test_the_last_dimension_is_time_and_workers_come_first(self, kind, lanes):
         with kind.open(every(Counter), lanes=lanes, steps=5) as collector:
@@ -165,7 +174,7 @@ class TestForm:
             assert collector.num_workers == kind.workers
             check_batch(batch)
 
-    @every_kind
+    @every_kind_and_one_async
     @single_and_lanes
     def test_every_frame_is_there_once_and_in_order(self, kind, lanes):
         """Frame by frame what the environments did, over batches and episodes, to the very last."""
@@ -237,7 +246,7 @@ class TestCat:
                 assert batch.names == ["time"]
                 assert_same([batch.exclude("action")], [torch.cat(list(parts.unbind(0)), 0).exclude("action")])
 
-    @pytest.mark.parametrize("lanes", [1, 3])
+    @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_workers_are_joined_in_any_dimension(self, lanes):
         """FAULTS 80. Batches are the user's there too."""
         options = {"lanes": lanes, "total_frames": 22 * lanes}
@@ -270,7 +279,7 @@ class TestCat:
 
 
 class TestCounts:
-    @every_kind
+    @every_kind_and_one_async
     @pytest.mark.parametrize(("steps", "lanes"), [(12, None), (10, 3), (3, None), (1, 3)])
     def test_the_total_is_exact_and_the_last_batch_shorter(self, kind, lanes, steps):
         """FAULTS 78."""
@@ -328,7 +337,9 @@ class TestCounts:
             assert collector.next() is not None  # broken off, and taken up again
 
     @every_kind
-    @pytest.mark.parametrize(("random_frames", "lanes"), [(7, None), (1, 3), (22, 3)])
+    @pytest.mark.parametrize(
+        ("random_frames", "lanes"), [(7, None), pytest.param(1, 3, marks=pytest.mark.slow), (22, 3)]
+    )
     def test_random_frames_are_exact_over_all_workers(self, kind, lanes, random_frames):
         """FAULTS 74: so many, the first of each lane, in shares that differ by one at most; version -1."""
         with kind.open(TaggedLanes, always_one, lanes=lanes, steps=4, init_random_frames=random_frames) as collector:
@@ -343,7 +354,7 @@ class TestCounts:
             assert (action[count:] == 1).all()
 
     @every_kind
-    @single_and_lanes
+    @lanes_soon
     def test_episodes_are_limited_lane_by_lane(self, kind, lanes):
         with kind.open(TaggedLanes, lanes=lanes, steps=5, max_frames_per_traj=3) as collector:
             parts = take(kind, collector, 3)
@@ -360,7 +371,7 @@ class TestCounts:
                 assert made["next", "done"].flatten().tolist() == [t == own - 1 for t in times]
 
     @every_kind
-    @single_and_lanes
+    @lanes_soon
     def test_soft_truncation_marks_the_last_frame_and_the_episode_goes_on(self, kind, lanes):
         """FAULTS 2."""
         runs = []
@@ -378,7 +389,7 @@ class TestCounts:
                     assert torch.equal(one[key], other[key])
 
     @every_kind
-    @single_and_lanes
+    @lanes_soon
     def test_every_batch_can_begin_with_new_episodes(self, kind, lanes):
         with kind.open(Endless, lanes=lanes, steps=4, reset_at_each_iter=True) as collector:
             for part in take(kind, collector, 3):
@@ -396,7 +407,7 @@ def always_one(observation):
 
 class TestIds:
     @every_kind
-    @pytest.mark.parametrize(("seed", "lanes"), [(None, 3), (3, 3), (3, None)])
+    @pytest.mark.parametrize(("seed", "lanes"), [(None, 3), pytest.param(3, 3, marks=pytest.mark.slow), (3, None)])
     def test_ids_and_episodes_are_one_to_one_over_batches_and_workers(self, kind, lanes, seed):
         """FAULTS 20: seeded or not; an id stays the same over batches and when weights change."""
         with kind.open(TaggedLanes, always_one, lanes=lanes, steps=3, record="worker") as collector:
@@ -438,7 +449,7 @@ def versions_and_actions(batch):
 
 class TestVersions:
     @every_kind
-    @single_and_lanes
+    @lanes_soon
     def test_the_version_of_a_row_is_that_of_the_weights_that_made_it(self, kind, lanes):
         """The parameter is the number of the update: what a row holds says which weights made it."""
         policy = Constant()
@@ -545,7 +556,7 @@ class TestVersions:
             assert collector.update_policy_weights_(Constant(6.0), worker_ids=(0, 1)) == 5
             assert newest(collector) == dict.fromkeys([0, 1], ({6.0}, {5}))
 
-    @every_kind
+    @every_kind_and_one_async
     def test_workers_that_are_not_there_are_refused(self, kind):
         with kind.open(echoes, Constant(1.0), lanes=None) as collector:
             for wrong in ([kind.workers], [-1], kind.workers, [True], ["0"]):
@@ -557,7 +568,7 @@ class TestVersions:
             assert collector.next() is not None
 
     @pytest.mark.parametrize("name", ["update_at_each_batch", "update_after_each_batch"])
-    @process_kinds
+    @process_kinds_and_one_async
     def test_weights_can_be_published_with_each_batch(self, kind, name):
         """Sync: before each collection; async: at the call of `next` that follows a batch."""
         policy = Constant(100.0)
@@ -628,7 +639,7 @@ class TestSeeds:
         assert len(lanes) == 3 * kind.workers
         assert all(lane == lanes[0] for lane in lanes)
 
-    @every_kind
+    @every_kind_and_one_async
     def test_a_list_is_used_as_it_is_given(self, kind):
         """FAULTS 102: one a lane, the first worker's first."""
         seeds = [int(seed) for seed in np.arange(3 * kind.workers) * 7 + 100]
@@ -669,7 +680,7 @@ class TestSeeds:
         for one, other in zip(*runs, strict=True):
             assert_same(one, other)
 
-    @single_and_lanes
+    @lanes_soon
     def test_one_seed_gives_one_sequence_and_each_worker_the_same_in_every_kind(self, lanes):
         """FAULTS 105, with a stochastic policy; worker 0 is the single process, to the bit."""
         runs = []
@@ -723,7 +734,9 @@ class TestSeeds:
 
 class TestMemory:
     @every_kind
-    @pytest.mark.parametrize(("use_buffers", "lanes"), [(True, None), (True, 3), (False, 3)])
+    @pytest.mark.parametrize(
+        ("use_buffers", "lanes"), [pytest.param(True, None, marks=pytest.mark.slow), (True, 3), (False, 3)]
+    )
     def test_batches_that_are_kept_never_change(self, kind, lanes, use_buffers):
         """FAULTS 67."""
         with kind.open(TaggedLanes, talkative, lanes=lanes, use_buffers=use_buffers) as collector:
@@ -760,7 +773,7 @@ class TestMemory:
             assert_same(other[:count], one[:count])
 
     @every_kind
-    @single_and_lanes
+    @lanes_soon
     def test_the_same_tensordict_can_be_had_each_time(self, kind, lanes):
         runs = []
         for same in (False, True):
@@ -927,7 +940,7 @@ class TestProcessing:
             told = [f"after [3, {len(batch[0])}] {batch['observation'].sum().item()}" for batch in part]
             assert mine == [text for each in told for text in ("before", each)]
 
-    @every_kind
+    @every_kind_and_one_async
     def test_functions_run_where_the_environments_are(self, kind):
         """FAULTS 83."""
         with kind.open(TaggedLanes, lanes=2) as collector:
@@ -1057,20 +1070,20 @@ class TestSources:
                 frames = take(kind, collector, 1)[0][0]
                 assert torch.equal(frames["action"], (frames["observation"][..., 0] % 2).long())
 
-    @every_kind
+    @every_kind_and_one_async
     def test_ids_of_gymnasium(self, kind):
         with kind.open(every("CartPole-v1"), lanes=2, total_frames=64) as collector:
             parts = by_worker(kind, collector)
         assert sum(whole(part).numel() for part in parts if part) == 64
 
-    @process_kinds
+    @process_kinds_and_one_async
     def test_instances_are_refused(self, kind):
         env = Counter()
         with pytest.raises(OptionError, match="worker 0"):
             kind.cls([env] if kind.takes_several else env, frames_per_batch=4)
         assert env.closed == 0
 
-    @process_kinds
+    @process_kinds_and_one_async
     def test_what_cannot_cross_is_named(self, kind):
         lock = threading.Lock()
         with pytest.raises(OptionError, match=r"create_env_fn.*lock"):
@@ -1248,6 +1261,28 @@ OPTIONS = {
 """Every option of a single process, with a value that is not its default; for a buffer what makes one."""
 
 PROCESSES = "env_workers", "env_groups"  # options that start others: seconds each
+HERE = (
+    "frames_per_batch",
+    "total_frames",
+    "init_random_frames",
+    "interruptor",
+    "postproc",
+    "split_trajs",
+    "trajs_per_batch",
+    "traj_order",
+    "return_same_td",
+    "use_buffers",
+    "replay_buffer",
+    "extend_buffer",
+    "compact_obs",
+    "weight_sync_schemes",
+    "weight_updater",
+)
+"""Options with a part in the program, which may depend on the kind; the others are the worker's alone."""
+
+
+def is_slow(name, cls):
+    return name in PROCESSES or (cls is AsyncCollector and name not in HERE)
 
 
 def actor():
@@ -1308,22 +1343,25 @@ class TestOptions:
             assert {*OPTIONS} <= {*inspect.signature(cls).parameters}
 
     @pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.slow) if name in PROCESSES else name for name in OPTIONS]
+        ("name", "cls"),
+        [
+            pytest.param(name, cls, marks=pytest.mark.slow if is_slow(name, cls) else ())
+            for name in OPTIONS
+            for cls in (MultiSyncCollector, AsyncCollector)
+        ],
     )
-    def test_an_option_does_what_it_does_in_one_process_or_is_refused_by_name(self, name):
+    def test_an_option_does_what_it_does_in_one_process_or_is_refused_by_name(self, name, cls):
         """FAULTS 61: with one worker, to the bit."""
-        expected = outcome(Collector, name)
-        for cls in (MultiSyncCollector, AsyncCollector):
-            came = outcome(cls, name)
-            if isinstance(expected, Exception):
-                assert name == "cudagraph_policy"
-                assert type(came) is type(expected)
-                assert name in str(came)
-            else:
-                assert isinstance(came, list), came
-                if name == "interruptor" and cls is MultiSyncCollector:  # its rollouts may end apart
-                    assert all(batch.pop(("collector", "mask")).all() for batch in came)
-                assert_same(came, expected)
+        expected, came = outcome(Collector, name), outcome(cls, name)
+        if isinstance(expected, Exception):
+            assert name == "cudagraph_policy"
+            assert type(came) is type(expected)
+            assert name in str(came)
+        else:
+            assert isinstance(came, list), came
+            if name == "interruptor" and cls is MultiSyncCollector:  # its rollouts may end apart
+                assert all(batch.pop(("collector", "mask")).all() for batch in came)
+            assert_same(came, expected)
 
     def test_options_of_workers_are_refused_by_name_where_there_are_none(self):
         own = {*inspect.signature(MultiSyncCollector).parameters} - {*inspect.signature(Collector).parameters}
@@ -1336,14 +1374,14 @@ class TestOptions:
             with pytest.raises(OptionError, match="cat_results"):
                 cls([Counter], frames_per_batch=4, cat_results=0)
 
-    @every_kind
+    @every_kind_and_one_async
     def test_what_is_no_option_is_refused_with_the_nearest(self, kind):
         with pytest.raises(OptionError, match=r"frame_per_batch.*frames_per_batch"):
             kind.cls(kind.source(every(Counter)), frames_per_batch=4, frame_per_batch=4)
         with pytest.raises(OptionError, match="needs frames_per_batch"):
             kind.cls(kind.source(every(Counter)))
 
-    @process_kinds
+    @process_kinds_and_one_async
     @pytest.mark.parametrize(
         "options",
         [
@@ -1368,8 +1406,11 @@ class TestOptions:
     def test_every_start_method_gives_the_same(self, method):
         """FAULTS 53."""
         runs = []
+        makers = [Rich] * (1 if method == "spawn" else 2)  # each takes seconds
         for options in ({}, {"start_method": method}):
-            with KINDS["sync"].open(every(Rich), Noisy(), lanes=2, **options) as collector:
+            with MultiSyncCollector(
+                makers, Noisy(), frames_per_batch=8 * len(makers), num_envs=2, **options
+            ) as collector:
                 collector.set_seed(1)
                 runs.append([collector.next() for _ in range(2)])
         assert_same(*runs)
@@ -1400,7 +1441,7 @@ class TestFace:
         for names in seen.values():
             assert names == seen["single"]
 
-    @every_kind
+    @every_kind_and_one_async
     def test_after_shutdown_all_is_refused_and_shutdown_is_not(self, kind):
         with kind.open(every(Counter), lanes=2) as collector:
             collector.next()
@@ -1479,7 +1520,10 @@ class TestFace:
 
 class TestStates:
     @every_kind
-    @pytest.mark.parametrize(("saved_after", "lanes"), [(0, 3), (5, None), (5, 3), (7, 3), (8, None)])
+    @pytest.mark.parametrize(
+        ("saved_after", "lanes"),
+        [*(pytest.param(after, 3, marks=pytest.mark.slow) for after in (0, 5)), (5, None), (7, 3), (8, None)],
+    )
     def test_exactly_the_remaining_batches_come(self, kind, lanes, saved_after):
         """FAULTS 106."""
         per_step = (lanes or 1) * kind.together
@@ -1502,7 +1546,7 @@ class TestStates:
         assert in_order(kind, [*first, *rest]) == sizes
         by_worker(kind, [*first, *rest])  # no id comes back
 
-    @every_kind
+    @every_kind_and_one_async
     def test_a_state_can_be_loaded_twice_and_is_not_changed(self, kind):
         policy = Noisy()
         with kind.open(every(Rich), policy, lanes=2, init_random_frames=9, steps=2) as collector:
@@ -1568,7 +1612,7 @@ class TestStates:
                 assert {*part[-1]["collector", "policy_version"].flatten().tolist()} == {2}
 
     @async_kinds
-    @single_and_lanes
+    @lanes_soon
     def test_pending_batches_are_in_it_and_come_first(self, kind, lanes):
         """DESIGN 9.12: those that this collector delivers next, and the loaded one too."""
         options = {"lanes": lanes, "steps": 4, "total_frames": 4 * 12 * (lanes or 1)}

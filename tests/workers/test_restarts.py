@@ -178,15 +178,27 @@ def run(kind, makers, frames, *, each=100, meanwhile=contextlib.nullcontext, **o
     return watch, stats
 
 
+def in_short(soon):
+    """Both kinds, of which the other is for the long run: what is of its own in it is seen in the tests beside."""
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=() if kind is soon else pytest.mark.slow) for kind in KINDS]
+    )
+
+
+sync_soon, async_soon = in_short(MultiSyncCollector), in_short(MultiAsyncCollector)
+
+
 class TestUnstableOnes:
-    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize(
-        ("lanes", "steps", "frames"),
+        ("kind", "lanes", "steps", "frames"),
         [
-            (None, 500, 5000),
-            pytest.param(3, 300, 3000, marks=pytest.mark.slow),
-            pytest.param(None, 1000, 20_000, marks=pytest.mark.slow),
-            pytest.param(3, 1000, 6000, marks=pytest.mark.slow),
+            (MultiAsyncCollector, None, 500, 5000),
+            pytest.param(MultiSyncCollector, None, 500, 5000, marks=pytest.mark.slow),
+            *(
+                pytest.param(kind, *each, marks=pytest.mark.slow)
+                for kind in KINDS
+                for each in ((3, 300, 3000), (None, 1000, 20_000), (3, 1000, 6000))
+            ),
         ],
     )
     def test_that_raise_in_one_step_of_many(self, kind, lanes, steps, frames):
@@ -198,14 +210,14 @@ class TestUnstableOnes:
         assert len(watch.lives) <= (2 + restarts) * (lanes or 1)
         assert sum(each.dropped for each in stats.workers) == 0, "but for the steps that failed nothing is lost"
 
-    @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+    @sync_soon
     def test_that_are_killed_meanwhile(self, kind):
         makers = [lambda: Life(rate=0.001, wait=0.001)] * 2
         watch, stats = run(kind, makers, 4000, each=200, max_restarts=None, meanwhile=killing)
         assert sum(each.restarts for each in stats.workers) > 1
         assert len(watch.lives) > 3
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @async_soon
     def test_breakers(self, kind):
         makers = [lambda: Breaker(share=0.01)] * 2
         frames, previous = 0, None
@@ -240,7 +252,7 @@ class TestUnstableOnes:
             assert collector.collected_frames == frames == 1600
         watch.check()
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @sync_soon
     def test_of_which_not_every_step_is_a_frame(self, kind):
         """Of vector environments that reset at the next step nothing stands but whole rollouts."""
 
@@ -320,8 +332,15 @@ class TestWhatStands:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("alone", [False, True])
+    @pytest.mark.parametrize(
+        ("kind", "alone"),
+        [
+            (MultiSyncCollector, False),
+            (MultiAsyncCollector, True),
+            pytest.param(MultiSyncCollector, True, marks=pytest.mark.slow),
+            pytest.param(MultiAsyncCollector, False, marks=pytest.mark.slow),
+        ],
+    )
     def test_the_newest_that_were_addressed_to_it(self, kind, alone):
         class Says(torch.nn.Module):
             def __init__(self):
@@ -377,7 +396,7 @@ class TestSeeds:
 
 
 class TestHangs:
-    @pytest.mark.parametrize("kind", KINDS)
+    @sync_soon
     def test_a_step_that_never_ends(self, kind, tmp_path):
         makers = [lambda: Life(once=tmp_path / "it", at=10, how=hang)] * 2
         with within(40), pytest.warns(WorkerRestarted, match="no sign of life"):
@@ -405,7 +424,7 @@ class TestHangs:
 
 
 class TestLimit:
-    @pytest.mark.parametrize("kind", KINDS)
+    @sync_soon
     def test_past_it_the_error_comes_with_all_causes(self, kind):
         with (
             kind([lambda: Life(at=3, how=fail)] * 2, frames_per_batch=40, max_restarts=2, **RESTART) as collector,
@@ -468,7 +487,7 @@ class TestLimit:
 
 
 class TestOtherCommands:
-    @pytest.mark.parametrize("kind", KINDS)
+    @async_soon
     def test_to_one_that_died_are_answered_by_the_next(self, kind):
         with kind([Life] * 2, frames_per_batch=20, **RESTART) as collector:
             for _ in range(4):
@@ -502,7 +521,7 @@ class TestOtherCommands:
             for _ in range(3):
                 assert not ids & {*collector.next()["collector", "traj_ids"].flatten().tolist()}
 
-    @pytest.mark.parametrize("kind", [*KINDS, AsyncCollector])
+    @pytest.mark.parametrize("kind", [*KINDS, pytest.param(AsyncCollector, marks=pytest.mark.slow)])
     def test_nothing_is_left_behind(self, kind):
         makers = Life if kind is AsyncCollector else [Life] * 2
         with kind(makers, frames_per_batch=20, **RESTART) as collector:
@@ -551,7 +570,7 @@ class TestOptions:
 
 
 class TestWhatAReviewFound:
-    @pytest.mark.parametrize("wait", [0.0, 0.004])
+    @pytest.mark.parametrize("wait", [0.0, pytest.param(0.004, marks=pytest.mark.slow)])
     def test_random_frames_are_exact_after_one_that_hangs(self, wait, tmp_path):
         """What a worker still makes while it is ended stands too, and is counted."""
 
@@ -575,7 +594,7 @@ class TestWhatAReviewFound:
             versions = [version for batch in collector for version in batch["collector", "policy_version"].flatten()]
         assert [int(version) for version in versions] == [-1] * 150 + [0] * 50
 
-    @pytest.mark.parametrize("start_timeout", [None, 30.0])
+    @pytest.mark.parametrize("start_timeout", [None, pytest.param(30.0, marks=pytest.mark.slow)])
     def test_a_slow_start_is_no_hang(self, start_timeout, tmp_path):
         def maker():
             if (tmp_path / "it").exists():

@@ -20,6 +20,13 @@ pytestmark = pytest.mark.timeout(60)
 
 ENDS_WITHIN = 5.0  # seconds
 METHODS = ["forkserver", "spawn", "fork"]
+which = pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("MultiSyncCollector", ""),
+        pytest.param("MultiAsyncCollector", ", start_method='fork'", marks=pytest.mark.slow),
+    ],
+)
 
 
 @pytest.fixture
@@ -71,11 +78,16 @@ class TestInterrupts:
             check_one_traceback(script, "KeyboardInterrupt")
 
     @pytest.mark.parametrize(
-        "methods",
-        [["forkserver", "fork"], pytest.param(["spawn"], marks=pytest.mark.slow)],
-        ids=["forkserver and fork", "spawn"],
+        ("method", "is_inside"),
+        [
+            ("forkserver", False),
+            *(
+                pytest.param(method, is_inside, marks=pytest.mark.slow)
+                for method, is_inside in (("forkserver", True), ("fork", False), ("spawn", True))
+            ),
+        ],
     )
-    def test_while_collecting(self, start, methods):
+    def test_while_collecting(self, start, method, is_inside):
         """Inside `with`, and without it."""
         inside = """
             with MultiSyncCollector([Counter] * {count}, frames_per_batch=64, start_method={method!r}) as collector:
@@ -89,9 +101,8 @@ class TestInterrupts:
                 if number == 5:
                     print("ready", flush=True)
         """
-        count = 1 if "spawn" in methods else 2
-        pairs = zip(methods, [inside, outside], strict=False)
-        self.check([start(IMPORTS, body.format(method=method, count=count)) for method, body in pairs])
+        body = inside if is_inside else outside
+        self.check([start(IMPORTS, body.format(method=method, count=1 if method == "spawn" else 2))])
 
     @pytest.mark.slow
     def test_while_a_step_takes_long(self, start):
@@ -108,16 +119,19 @@ class TestInterrupts:
         """
         self.check([start(IMPORTS, body.format(kind=kind)) for kind in ("MultiSyncCollector", "MultiAsyncCollector")])
 
-    def test_while_starting(self, start):
-        """The server of processes is on its way; and, in the other program, environments are being made."""
-        making = """
+    @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+    def test_while_environments_are_made(self, start, method):
+        body = """
             def long():
                 print("ready", flush=True)
                 time.sleep(60)
 
-            MultiSyncCollector([Counter, long], frames_per_batch=64)
+            MultiSyncCollector([Counter, long], frames_per_batch=64, start_method={method!r})
         """
-        serving = """
+        self.check([start(IMPORTS, body.format(method=method))])
+
+    def test_while_the_server_of_processes_is_on_its_way(self, start):
+        body = """
             def soon():
                 time.sleep(0.3)
                 print("ready", flush=True)
@@ -126,7 +140,7 @@ class TestInterrupts:
             kept = MultiSyncCollector([Counter] * 2, frames_per_batch=64)
             time.sleep(60)
         """
-        self.check([start(IMPORTS, serving), start(IMPORTS, making)])
+        self.check([start(IMPORTS, body)])
 
     def test_the_program_may_go_on(self, start):
         """It is caught: the collector is still there, and ends like any other."""
@@ -153,22 +167,19 @@ class TestInterrupts:
 class TestEnds:
     """FAULTS 51: it ends when the program does, and says next to nothing."""
 
-    def test_without_shutdown(self, start):
+    @which
+    def test_without_shutdown(self, start, kind, more):
         body = """
             collector = {kind}([Counter] * 2, frames_per_batch=64{more})
             print(collector.next().numel())
         """
-        scripts = [
-            start(IMPORTS, body.format(kind="MultiSyncCollector", more="")),
-            start(IMPORTS, body.format(kind="MultiAsyncCollector", more=", start_method='fork'")),
-        ]
-        for script in scripts:
-            assert script.ended() == 0, script.err
-            script.check_nothing_lives()
-            assert script.out == "64\n"
-            assert "Traceback" not in script.err
-            assert "resource_tracker" not in script.err
-            assert script.err.count("Warning") <= 1, script.err
+        script = start(IMPORTS, body.format(kind=kind, more=more))
+        assert script.ended() == 0, script.err
+        script.check_nothing_lives()
+        assert script.out == "64\n"
+        assert "Traceback" not in script.err
+        assert "resource_tracker" not in script.err
+        assert script.err.count("Warning") <= 1, script.err
 
     @pytest.mark.slow
     def test_a_loop_that_raises(self, start):
@@ -225,7 +236,8 @@ class TestMainIsKilled:
             assert "Traceback" not in script.err, script.err
         assert becomes_true(lambda: segments() <= before), segments() - before
 
-    def test_while_collecting(self, start):
+    @which
+    def test_while_collecting(self, start, kind, more):
         before = segments()
         body = """
             collector = {kind}([Counter] * 2, frames_per_batch=64{more})
@@ -233,8 +245,7 @@ class TestMainIsKilled:
                 if number == 5:
                     print("ready", flush=True)
         """
-        options = [("MultiSyncCollector", ""), ("MultiAsyncCollector", ", start_method='fork'")]
-        self.check([start(IMPORTS, body.format(kind=kind, more=more)) for kind, more in options], before)
+        self.check([start(IMPORTS, body.format(kind=kind, more=more))], before)
 
     @pytest.mark.slow
     def test_while_a_step_takes_long(self, start):

@@ -152,7 +152,7 @@ class TestStop:
             assert collector.collected_frames == 198
         seen.check()
 
-    @pytest.mark.parametrize("dim", [0, -1])
+    @pytest.mark.parametrize("dim", [0, pytest.param(-1, marks=pytest.mark.slow)])
     def test_joined_with_lanes(self, dim):
         with MultiSyncCollector(
             [lambda: Uneven(0), lambda: Uneven(1, (20,))],
@@ -259,7 +259,14 @@ class TestContinue:
         total=st.integers(1, 40).map(lambda count: 3 * count),
     )
     @FEW
+    @pytest.mark.slow
     def test_every_rollout_comes_whole_and_once(self, waits, threshold, total):
+        self.check(waits, threshold, total)
+
+    def test_rollouts_come_whole_and_once(self):
+        self.check([[0], [0, 3], [2]], 0.5, 81)
+
+    def check(self, waits, threshold, total):
         seen, shapes = Seen(), []
         options = {"frames_per_batch": 3 * 8, "total_frames": total, "preemptive_threshold": threshold}
         with MultiSyncCollector(makers(waits), counting, stragglers="continue", timeout=60, **options) as collector:
@@ -328,7 +335,12 @@ class TestContinue:
             assert max(newest.values()) >= 28
 
     @pytest.mark.parametrize(
-        "options", [{"use_buffers": False}, {"return_same_td": True}, {"cat_results": -1}, {"num_envs": 2}], ids=str
+        "options",
+        [
+            *({"use_buffers": False}, {"cat_results": -1}),
+            *(pytest.param(each, marks=pytest.mark.slow) for each in ({"return_same_td": True}, {"num_envs": 2})),
+        ],
+        ids=str,
     )
     def test_however_the_batch_is_stored(self, options):
         frames = 0
@@ -458,8 +470,15 @@ def opened(kind, interruptor, waits=(2,), steps=1000):
 
 
 class TestInterruptor:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("make", [Interruptor, Foreign])
+    @pytest.mark.parametrize(
+        ("kind", "make"),
+        [
+            *((kind, Interruptor) for kind in KINDS[:3]),
+            *((kind, Foreign) for kind in (Collector, MultiSyncCollector, AsyncCollector)),
+            pytest.param(AsyncCollector, Interruptor, marks=pytest.mark.slow),
+            pytest.param(MultiAsyncCollector, Foreign, marks=pytest.mark.slow),
+        ],
+    )
     def test_ends_what_is_under_way_in_every_kind(self, kind, make):
         interruptor, seen = make(), Seen()
         with opened(kind, interruptor) as collector:

@@ -26,13 +26,13 @@ from rlcollect import (
 from rlcollect.testing import Tagged
 from tests.collectors.helpers import WholeEpisodes, episodes_of
 from tests.workers.fault_helpers import kill_worker
-from tests.workers.helpers import KINDS, PREFIX, PROCESSES, Kind, length_of, tagged_lane
+from tests.workers.helpers import PREFIX, PROCESSES, Kind, length_of, of, tagged_lane
 from tests.workers.test_interrupts import interrupting
 from tests.workers.test_restarts import LENGTH, RESTART, Life
 from tests.workers.test_stragglers import Uneven
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::rlcollect.WorkerRestarted")]
-every_process_kind = pytest.mark.parametrize("kind", [KINDS[name] for name in PROCESSES], ids=PROCESSES)
+every_process_kind = of(PROCESSES)
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 LANES = 2
 
@@ -148,8 +148,18 @@ class TestEveryKind:
 
 
 class TestStragglers:
-    @pytest.mark.parametrize("stragglers", ["stop", "continue"])
-    @pytest.mark.parametrize("options", [{}, {"record": ("worker", "mask")}, {"use_buffers": False}], ids=str)
+    @pytest.mark.parametrize(
+        ("stragglers", "options"),
+        [
+            ("stop", {"record": ("worker", "mask")}),
+            ("continue", {}),
+            ("continue", {"use_buffers": False}),
+            pytest.param("stop", {}, marks=pytest.mark.slow),
+            pytest.param("stop", {"use_buffers": False}, marks=pytest.mark.slow),
+            pytest.param("continue", {"record": ("worker", "mask")}, marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
     def test_none_is_lost_whoever_is_late(self, stragglers, options):
         """Rows that a late worker has not made are marked, at the end of its rollout; or it comes later."""
         seen = WholeEpisodes(4)

@@ -244,7 +244,7 @@ class TestTheLimit:
             assert result[3].tolist() == [False, False, True, True]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_whenever_workers_are_killed_no_episodes_are_joined(groups):
     """Each lane counts up within a life; a new life begins with a truncation, or in a reset."""
     choose = random.Random(groups)

@@ -323,7 +323,7 @@ class TestDealing:
 
 class TestThreads:
     @pytest.mark.timeout(60)
-    @pytest.mark.parametrize("lanes", [1, 2])
+    @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_no_frame_is_torn_while_another_thread_writes(self, lanes):
         """The ring goes round many times, while samples are drawn and all frames are looked at."""
         buffer = ReplayBuffer(64 * lanes)

@@ -140,11 +140,11 @@ class TestFiles:
 
     def test_killed_while_it_is_divided_anew_one_of_both_stands_whole(self, tmp_path):
         """And no files of the other are left."""
-        for turn in range(30):
+        for turn in range(15):
             is_full = multiprocessing.Event()
             with started(write_for_ever, tmp_path, is_full, (4, 2, 8)) as process:
                 is_full.wait()
-                time.sleep(0.002 * turn)
+                time.sleep(0.004 * turn)
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
             with ReplayBuffer(64, storage="memmap", path=tmp_path) as buffer:

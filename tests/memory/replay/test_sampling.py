@@ -195,7 +195,7 @@ class TestSlices:
             full(sampler="slice", slice_len=4).sample()
 
     @pytest.mark.timeout(60)
-    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.slow), False])
     def test_they_stay_whole_while_another_thread_writes(self, strict):
         """No frame is torn, none does not follow."""
         buffer = ReplayBuffer(128, sampler="slice", slice_len=8, batch_size=128, strict_length=strict)

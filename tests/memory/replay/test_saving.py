@@ -260,7 +260,7 @@ def turned_round(buffer):
 class TestMoment:
     """Collection goes on while the buffer is saved."""
 
-    @pytest.mark.parametrize("storage", ["shared", "memmap"])
+    @pytest.mark.parametrize("storage", ["shared", pytest.param("memmap", marks=pytest.mark.slow)])
     def test_what_is_saved_is_of_one_moment(self, storage, tmp_path):
         """As many frames as the notes say, none torn, each lane's without a gap; the writer goes on afterwards."""
         with ReplayBuffer(2 * 200, storage=storage) as buffer:

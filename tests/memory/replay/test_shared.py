@@ -26,7 +26,6 @@ METHODS = pytest.mark.parametrize(
     "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
 )
 LEAVES = leaves_of(sealed(1, 1))
-KILLS = 100
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -48,8 +47,9 @@ def tell_of_queue(queue, pipe):
     tell(queue.get(), pipe)
 
 
-def follow(reader, pipe):
+def follow(queue, pipe):
     """Says how many frames there are, whenever it is asked."""
+    reader = queue.get()
     while pipe.recv():
         pipe.send((len(reader), lane_values(reader), len(reader.sample(7))))
 
@@ -157,12 +157,16 @@ class TestArrival:
         with ReplayBuffer(4, storage="shared") as buffer, pytest.raises(OptionError, match=r"init\(frame\)"):
             pickle.dumps(buffer)
 
+    @METHODS
     @pytest.mark.parametrize("storage", [pytest.param("shared", marks=pytest.mark.slow), "memmap"])
-    def test_readers_follow_when_it_is_divided_anew(self, storage):
+    def test_readers_follow_when_it_is_divided_anew(self, storage, method):
         """Also to other files, and more than once."""
+        context = multiprocessing.get_context(method)
         with full(storage=storage) as buffer:
-            here, there = multiprocessing.Pipe()
-            with started(follow, buffer, there, method="spawn"):
+            queue = context.Queue()
+            here, there = context.Pipe()
+            with started(follow, queue, there, method=method):
+                queue.put(buffer)
                 for lanes in (4, 2, 8):
                     buffer.claim(buffer.leaves, lanes).let_go()
                     here.send(True)
@@ -170,6 +174,8 @@ class TestArrival:
                     assert length == 40
                     assert {lane: sorted(found[lane]) for lane in found} == {lane: [*range(10)] for lane in range(4)}
                 here.send(False)
+            queue.close()
+            queue.join_thread()
 
     @pytest.mark.slow
     def test_no_descriptor_is_left(self):
@@ -204,11 +210,13 @@ class TestWriters:
             assert torn(frames) == gaps(frames) == 0
             claim.let_go()
 
-    @pytest.mark.parametrize("storage", ["shared", "memmap"])
-    def test_writers_killed_at_any_time_leave_whole_frames(self, storage):
-        """Two of them, a hundred times, while samples are drawn: none is torn, and each ring goes on where it was."""
+    @pytest.mark.parametrize(
+        ("storage", "kills"),
+        [("shared", 20), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("shared", 100), ("memmap", 20)))],
+    )
+    def test_writers_killed_at_any_time_leave_whole_frames(self, storage, kills):
+        """Two of them, again and again, while samples are drawn: none is torn, and each ring goes on where it was."""
         chance = random.Random(0)
-        kills = KILLS if storage == "shared" else KILLS // 5
         with ReplayBuffer(4 * 48, storage=storage, seed=0, sampler="slice", slice_len=4) as buffer:
             claim = buffer.claim(LEAVES, 4)
             context = multiprocessing.get_context("fork")

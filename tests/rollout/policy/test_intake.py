@@ -457,7 +457,9 @@ class TestCompiled:
         other = seeded(policy_again, lanes, seed=6, steps=40, batches=1, action_space=space, compile_policy=EAGER)
         assert not torch.equal(batch["action"], other["action"])
 
-    @pytest.mark.parametrize("form", ["categorical", "takes a TensorDict and draws"])
+    @pytest.mark.parametrize(
+        "form", ["categorical", pytest.param("takes a TensorDict and draws", marks=pytest.mark.slow)]
+    )
     def test_the_exploration_type_holds(self, form):
         policy, _ = policy_of(form)
         batch = seeded(policy, compile_policy=EAGER, exploration_type=ExplorationType.DETERMINISTIC)
@@ -487,7 +489,10 @@ class TestCompiled:
         batch, _ = collect(Reusing(), lanes, action_space=CONTINUOUS, compile_policy=EAGER)
         assert torch.equal(batch["action"], weigh(batch["observation"]))
 
-    @pytest.mark.parametrize(("form", "lanes"), [both for both in BOTH if "draws" not in both[0]])
+    @pytest.mark.parametrize(
+        ("form", "lanes"),
+        [pytest.param(*both, marks=() if both[1] else pytest.mark.slow) for both in BOTH if "draws" not in both[0]],
+    )
     def test_everything_is_compiled_at_construction(self, form, lanes):
         backend = Backend()
         policy, space = policy_of(form)
@@ -566,6 +571,7 @@ class TestCompiled:
             expected = torch.cat([collector.next() for _ in range(3)], -1)
         assert torch.equal(torch.cat(batches, -1)["action"], expected["action"])
 
+    @pytest.mark.slow  # seconds of compiling; that the draws are those without the compiler is seen in the test above
     def test_a_hook_that_comes_later_draws_as_before(self):
         policy = categorical()
         nn.init.zeros_(policy.module[0].module.weight)
@@ -627,7 +633,7 @@ class TestCompiled:
         assert not torch.equal(first["action"], first["observation"])
         assert torch.equal(second["action"], second["observation"])
 
-    @lanes_too
+    @pytest.mark.parametrize("lanes", [None, pytest.param(1, marks=pytest.mark.slow), 3])
     def test_with_other_options(self, lanes):
         options = {"init_random_frames": 5, "check_actions": True, "max_frames_per_traj": 2, "record": ("is_init",)}
         plain = seeded(recurrent(), lanes, **options)
