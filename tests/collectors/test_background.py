@@ -903,11 +903,20 @@ class TestEnd:
 
     def test_a_long_step_in_a_thread_is_left_to_itself(self, buffer, monkeypatch):
         """After a while, with a warning: it cannot be broken off."""
-        monkeypatch.setattr(background, "PATIENCE", 2.0)
-        collector = opened(KINDS["single"], buffer, lambda _: Sleeping, lanes=None)
+        monkeypatch.setattr(background, "PATIENCE", 1.0)
+        is_there, may_go = threading.Event(), threading.Event()
+
+        class Long(Tagged):
+            def step(self, action):
+                if self.steps == 8:
+                    is_there.set()
+                    may_go.wait(LONG)
+                return super().step(action)
+
+        collector = opened(KINDS["single"], buffer, lambda _: Long, lanes=None)
         collector.start()
-        time.sleep(0.3)
-        with within(7.0), pytest.warns(UserWarning, match="has not come back in 2.0 s"):
+        assert is_there.wait(LONG)
+        with within(7.0), pytest.warns(UserWarning, match="has not come back in 1.0 s"):
             collector.shutdown()
         assert collector.closed
         assert not collector.is_running()
@@ -916,6 +925,7 @@ class TestEnd:
             assert isinstance(raised_by(collector.next), ClosedError)
             assert isinstance(raised_by(collector.state_dict), ClosedError)
             collector.stats()
+        may_go.set()
         name = "rlcollect-collect"
         assert becomes_true(lambda: name not in [thread.name for thread in threading.enumerate()], 15)
         assert raised_by(collector.shutdown) is None

@@ -16,13 +16,10 @@ import pytest
 from rlcollect.errors import SharedMemoryError
 from rlcollect.processes.arena import Arena
 from tests.processes.helpers import descriptors
+from tests.workers.fault_helpers import segments, without_those_of_others
 
 both = pytest.mark.parametrize("memfd", [True, False], ids=["memfd", "file"])
 FAR_TOO_MUCH = 10**15
-
-
-def shm() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 @both
@@ -130,9 +127,9 @@ class TestClosing:
 @both
 class TestNames:
     def test_there_is_no_name_anywhere(self, memfd):
-        before = shm()
+        before = segments()
         arena = Arena(4096, memfd=memfd)
-        assert shm() == before
+        assert not without_those_of_others(segments() - before)
         assert os.readlink(f"/proc/self/fd/{arena.fd}").endswith("(deleted)")  # noqa: PTH115
         assert os.fstat(arena.fd).st_nlink == 0
         arena.close()

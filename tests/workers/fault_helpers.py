@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -133,11 +133,11 @@ class Belongings:
     @classmethod
     def now(cls) -> Belongings:
         gc.collect()
-        segments, held = Path("/dev/shm"), list(_descriptors())
+        held = list(_descriptors())
         return cls(
             frozenset(descendants(os.getpid())),
             frozenset(each for each in held if SHARED not in each[1]),
-            frozenset(entry.name for entry in segments.iterdir()) if segments.is_dir() else frozenset(),
+            segments(),
             Path("/proc/self/maps").read_text().count(SHARED) + sum(SHARED in name for _, name in held),
             frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()),
         )
@@ -147,10 +147,27 @@ class Belongings:
         more = {
             "processes": [told(pid) for pid in self.processes - other.processes],
             "descriptors": sorted(self.descriptors - other.descriptors),
-            "segments": sorted(self.segments - other.segments),
+            "segments": sorted(without_those_of_others(self.segments - other.segments)),
             "threads": sorted(self.threads - other.threads),
         }
         return {name: value for name, value in more.items() if value}
+
+
+def segments() -> frozenset[str]:
+    """Shared memory that has a name, of whoever is on this machine."""
+    folder = Path("/dev/shm")
+    return frozenset(entry.name for entry in folder.iterdir()) if folder.is_dir() else frozenset()
+
+
+def without_those_of_others(names: Collection[str]) -> set[str]:
+    """Those that no process beside this one and its descendants has: other tests run on the machine, too."""
+    left = set(names)
+    if left:
+        for pid in _parents().keys() - descendants(os.getpid()) - {os.getpid()}:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                left -= {name for name in left if f"/dev/shm/{name}" in maps}
+    return {name for name in left if (Path("/dev/shm") / name).exists()}
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:

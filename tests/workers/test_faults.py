@@ -290,6 +290,16 @@ class TestDeath:
         assert collector.closed
 
 
+def late_start(make, *told):
+    """The error of a start that never ends, and its time; on a busy machine the other worker may need more of it."""
+    for seconds in (1.0, 4.0, 16.0):
+        with pytest.raises(WorkerTimeout) as raised, within(20 + seconds):
+            make(start_timeout=seconds)
+        if all(text in str(raised.value) for text in told) and len(raised.value.workers) == len(told):
+            break
+    return raised.value, seconds
+
+
 class TestHang:
     """With a time limit: who, and what it is doing."""
 
@@ -303,11 +313,11 @@ class TestHang:
         ],
     )
     def test_at_construction(self, kind, where):
-        with pytest.raises(WorkerTimeout) as raised, within(20):
-            made(kind, where, "hang", start_timeout=1.0)
-        assert raised.value.workers == (1,)
-        assert f"worker 1 ({STAGES[where]}" in str(raised.value)
-        assert "1.0 s" in str(raised.value)
+        told = f"worker 1 ({STAGES[where]}"
+        error, seconds = late_start(functools.partial(made, kind, where, "hang"), told)
+        assert error.workers == (1,)
+        assert told in str(error)
+        assert f"{seconds} s" in str(error)
 
     @sync_soon
     @pytest.mark.parametrize("where", LATER)
@@ -816,15 +826,16 @@ class TestTimeouts:
 
     def test_the_start_of_all(self):
         makers = [functools.partial(Breaker, "hang", "constructor"), functools.partial(Breaker, "hang", "reset")]
-        with pytest.raises(WorkerTimeout) as raised, within(20):
-            MultiSyncCollector(makers, frames_per_batch=8, start_timeout=1.0)
-        assert raised.value.workers == (0, 1)
-        assert "worker 0 (building its environments" in str(raised.value)
-        assert "worker 1 (resetting its environments for the first time" in str(raised.value)
+        told = ["worker 0 (building its environments", "worker 1 (resetting its environments for the first time"]
+        error, _ = late_start(functools.partial(MultiSyncCollector, makers, frames_per_batch=8), *told)
+        assert error.workers == (0, 1)
+        assert all(text in str(error) for text in told), error
 
     def test_the_start_of_a_policy_that_its_factory_makes(self):
-        with pytest.raises(WorkerTimeout, match=r"worker 1 \(building the policy"), within(20):
-            MultiSyncCollector([Counter] * 2, policy_factory=SlowFactory(), frames_per_batch=8, start_timeout=1.0)
+        told, options = "worker 1 (building the policy", {"policy_factory": SlowFactory(), "frames_per_batch": 8}
+        error, _ = late_start(functools.partial(MultiSyncCollector, [Counter] * 2, **options), told)
+        assert error.workers == (1,)
+        assert told in str(error)
 
 
 class SlowFactory(Breaks):

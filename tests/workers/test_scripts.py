@@ -10,11 +10,10 @@ import os
 import signal
 import textwrap
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from tests.workers.fault_helpers import Script, becomes_true, told
+from tests.workers.fault_helpers import Script, becomes_true, segments, told, without_those_of_others
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -234,7 +233,7 @@ class TestMainIsKilled:
         for script in scripts:
             script.check_nothing_lives(8.0)
             assert "Traceback" not in script.err, script.err
-        assert becomes_true(lambda: segments() <= before), segments() - before
+        assert becomes_true(lambda: not without_those_of_others(segments() - before)), segments() - before
 
     @which
     def test_while_collecting(self, start, kind, more):
@@ -266,11 +265,6 @@ class TestMainIsKilled:
             time.sleep(60)
         """
         self.check([start(IMPORTS, step), start(IMPORTS, idle)], before)
-
-
-def segments():
-    folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 class TestNoGuard:

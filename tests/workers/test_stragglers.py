@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -566,17 +567,46 @@ class TestOptions:
                 MultiSyncCollector(makers([(0,)]), frames_per_batch=10, collector_class=Collector, **options)
 
 
-def test_a_state_has_one_rollout_of_a_worker_in_each_batch():
+class Gated(Tagged):
+    """Waits before one step until a file is there; makes one with the name of a number of steps when it has made them.
+
+    So what is late is late whatever the machine does, and what is made is made.
+    """
+
+    def __init__(self, worker, folder, at, gate):
+        super().__init__(worker, LENGTH)
+        self.folder, self.at, self.gate = folder, at, folder / gate
+
+    def step(self, action):
+        while self.steps == self.at and not self.gate.exists():
+            time.sleep(0.002)
+        answer = super().step(action)
+        (self.folder / f"{self.worker} made {self.steps}").touch()
+        return answer
+
+
+def test_a_state_has_one_rollout_of_a_worker_in_each_batch(tmp_path):
     """A worker that was late may have made another one; with those of all there are more than a batch has room for."""
-    slow, late = (*[0] * 4, *[300] * 4), (*[90] * 4, *[0] * 40)
-    options = {"frames_per_batch": 12, "preemptive_threshold": 0.6, "stragglers": "continue"}
-    with MultiSyncCollector(makers([slow, slow, late]), counting, timeout=0.6, **options) as collector:
-        assert collector.next()["collector", "worker"][:, 0].tolist() == [0, 1]
-        with pytest.raises(WorkerTimeout):
-            collector.next()
+    gates = [(0, 4, "others"), (1, 4, "others"), (2, 0, "late")]
+    makers = [functools.partial(Gated, worker, tmp_path, at, gate) for worker, at, gate in gates]
+    options = {"frames_per_batch": 12, "preemptive_threshold": 0.6, "stragglers": "continue", "start_timeout": 60}
+    with MultiSyncCollector(makers, counting, timeout=0.6, **options) as collector:
+        while (batch := next_of(collector)) is None:
+            pass
+        assert batch["collector", "worker"][:, 0].tolist() == [0, 1]
+        (tmp_path / "late").touch()
+        while not (tmp_path / "2 made 8").exists():
+            assert next_of(collector) is None
+        (tmp_path / "others").touch()
         while True:
             with contextlib.suppress(WorkerTimeout):
                 state = collector.state_dict()
                 break
         pending = [made["batch"]["collector"]["worker"][:, 0].tolist() for made in state["pending"]]
         assert pending == [[0, 1, 2], [2]]
+
+
+def next_of(collector):
+    """None where it takes too long."""
+    with contextlib.suppress(WorkerTimeout):
+        return collector.next()

@@ -148,8 +148,8 @@ class InProcesses(BaseCollector):
         )
 
     def _attach(self, crew: Crew, worker: int, command: Command, *descriptors: int) -> None:
-        """Has a worker take a piece of shared memory; whoever comes in its place gets it too."""
-        crew.ask({worker: command}, descriptors=descriptors)
+        """Has a worker take a piece of shared memory, at the start; whoever comes in its place gets it too."""
+        crew.ask({worker: command}, timeout=self._workers.start_timeout, descriptors=descriptors, hint=START_HINT)
         self._attachments.setdefault(worker, []).append((command, descriptors))
 
     def _filled(self, crew: Crew, facts: Sequence[Facts]) -> Filling | None:
