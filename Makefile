@@ -12,7 +12,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# torch first and by itself, at the pinned version: resolved among the others it could be another build
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	touch $(READY)
 
 demo: $(READY)
@@ -25,7 +25,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 $(INTEROP): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[interop,envpool]'
@@ -33,6 +33,7 @@ $(INTEROP): $(READY)
 
 interop: $(INTEROP)
 	$(BIN)/pytest tests/interop
+	$(BIN)/pytest -n 2 --dist worksteal -m "cluster and not slow" tests/cluster tests/cli tests/workers/test_pool_contract.py
 
 slow: $(READY)
 	$(BIN)/pytest -m slow

@@ -5,10 +5,31 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests import backend
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ray", action="store_true", help="workers of the suites for every kind are on a Ray cluster")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    backend.IS_RAY = config.getoption("--ray")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_ray() -> Iterator[None]:
+    """Ray, where workers are to be there; it is gone at the end, whoever started it."""
+    if backend.IS_RAY:
+        backend.start_ray()
+    yield
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from rlcollect.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from rlcollect.collectors.remote import RayCollector
 from rlcollect.collectors.single import Collector
-from rlcollect.collectors.updaters import MultiProcessedWeightUpdate, VanillaWeightUpdater, WeightUpdaterBase
+from rlcollect.collectors.updaters import (
+    MultiProcessedWeightUpdate,
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 from rlcollect.envs.process.env import ProcessVectorEnv
 from rlcollect.errors import (
+    BufferDied,
     ClosedError,
     DatasetError,
     EnvError,
@@ -24,11 +31,13 @@ from rlcollect.errors import (
 from rlcollect.memory.compact import CompactBatch
 from rlcollect.memory.multistep import MultiStep
 from rlcollect.memory.replay.buffer import ReplayBuffer
+from rlcollect.memory.replay.remote import RayReplayBuffer
 from rlcollect.memory.trajectories import split_trajectories
 from rlcollect.options import ExplorationType, exploration_type, set_exploration_type
 from rlcollect.rollout.policy.intake import RandomPolicy
 from rlcollect.rollout.policy.recurrent import RecurrentModule
 from rlcollect.stats import Late, Spread, Stats, Threads, TimeShares, WorkerStats
+from rlcollect.weights.objects import RayWeightSyncScheme
 from rlcollect.weights.scheme import NoWeightSyncScheme, WeightSyncScheme
 from rlcollect.weights.shared import SharedMemWeightSyncScheme
 from rlcollect.weights.strategy import WeightStrategy
@@ -37,6 +46,7 @@ from rlcollect.workers.interruptor import Interruptor
 
 __all__ = [
     "AsyncCollector",
+    "BufferDied",
     "ClosedError",
     "Collector",
     "CompactBatch",
@@ -59,6 +69,10 @@ __all__ = [
     "PolicyError",
     "ProcessVectorEnv",
     "RandomPolicy",
+    "RayCollector",
+    "RayReplayBuffer",
+    "RayWeightSyncScheme",
+    "RayWeightUpdater",
     "RecurrentModule",
     "ReplayBuffer",
     "RlcollectError",

@@ -8,6 +8,7 @@ RlcollectError
 ├── WorkerError            something was raised where frames are made: who, where, what            (also RuntimeError)
 ├── WorkerDied             a worker process ended without a word: its exit code or signal           (also RuntimeError)
 ├── WorkerTimeout          a worker took longer than was allowed; nothing is lost                  (also TimeoutError)
+├── BufferDied             the actor that holds a replay buffer is gone, with what was in it        (also RuntimeError)
 ├── SharedMemoryError      there is less shared memory than is needed                              (also OSError)
 ├── ClosedError            a collector was used after it was shut down                             (also RuntimeError)
 ├── InvalidBatchError      a batch breaks an invariant; raised by `rlcollect.testing`              (also AssertionError)
@@ -20,6 +21,7 @@ Each text says what was expected, what came, and what to do about it. One warnin
 from __future__ import annotations
 
 __all__ = [
+    "BufferDied",
     "ClosedError",
     "DatasetError",
     "EnvError",
@@ -104,6 +106,10 @@ class WorkerTimeout(RlcollectError, TimeoutError):  # noqa: N818 - it says what 
     def __init__(self, message: str, *, workers: tuple[int, ...]) -> None:
         super().__init__(message)
         self.workers = workers
+
+
+class BufferDied(RlcollectError, RuntimeError):  # noqa: N818 - it says what happened
+    """The actor that holds a replay buffer is gone, with what was in it, or its cluster is."""
 
 
 class SharedMemoryError(RlcollectError, OSError):

@@ -127,6 +127,8 @@ class Stats:
         threads: None where there are no worker processes.
         workers: one a worker process.
         late: None where no rollout can be.
+        object_store_bytes: of Ray's object store: rollouts that have come and were not taken (small ones are in the
+            program's memory, and counted too), and weights; None where workers are not on a cluster.
     """
 
     frames: int
@@ -142,6 +144,7 @@ class Stats:
     threads: Threads | None = None
     workers: tuple[WorkerStats, ...] = ()
     late: Late | None = None
+    object_store_bytes: int | None = None
 
     def as_dict(self) -> dict[str, float]:
         """Flat, for loggers: `{"frames": ..., "episode_return/mean": ..., "workers/0/restarts": ...}`.

@@ -39,7 +39,12 @@ def groups_of(plan, buffer, *, reuse=True, device=None):
 
 def owned(groups, group, steps):
     """The tensors of a copy of a group."""
-    return groups.owned(group, steps, steps, groups.stacked)[0]
+    return groups.owned(groups.bytes_of(group, None), steps, steps, groups.stacked)[0]
+
+
+def shown(groups, group, steps):
+    """The tensors of a group as they are."""
+    return groups.shown(groups.bytes_of(group, None), steps)
 
 
 def numbered(shape, dtype, start):
@@ -127,10 +132,10 @@ class TestMemberSource:
         buffer = memory(plan)
         written = {group: filled(plan, buffer, group, 4) for group in range(2)}
         for group in range(2):
-            shown = groups_of(plan, buffer).shown(group, 4)
+            tensors = shown(groups_of(plan, buffer), group, 4)
             for member in range(2):
                 for key, value in written[group][member].items():
-                    assert torch.equal(shown[key][member].reshape(value.shape), value)
+                    assert torch.equal(tensors[key][member].reshape(value.shape), value)
 
     @leads
     def test_arrays_are_the_same_memory(self, lead, lanes):
@@ -205,7 +210,7 @@ class TestStacked:
         expected = {
             key: torch.stack([each[key] for each in written]).narrow(1 + len(lead), 0, made) for key in written[0]
         }
-        for tensors in (groups.shown(1, steps), owned(groups, 1, steps)):
+        for tensors in (shown(groups, 1, steps), owned(groups, 1, steps)):
             expect(groups.stacked(tensors, made), expected, (3, *lead, made))
 
     def test_of_one_member(self):
@@ -225,7 +230,7 @@ class TestSingle:
         written = filled(plan, buffer, 1, steps)[0]
         groups = groups_of(plan, buffer)
         expected = {key: value.narrow(len(lead), 0, made) for key, value in written.items()}
-        for tensors in (groups.shown(1, steps), owned(groups, 1, steps)):
+        for tensors in (shown(groups, 1, steps), owned(groups, 1, steps)):
             expect(groups.single(tensors, made), expected, (*lead, made))
 
 
@@ -244,7 +249,7 @@ class TestJoined:
         expected = {key: torch.cat([each[key] for each in cut], dim) for key in cut[0]}
         shape = [*lead, made]
         shape[dim] *= 3
-        for tensors in (groups.shown(1, steps), owned(groups, 1, steps)):
+        for tensors in (shown(groups, 1, steps), owned(groups, 1, steps)):
             expect(groups.joined(tensors, [made] * len(tensors[next(iter(tensors))]), dim), expected, shape)
 
 
@@ -267,7 +272,7 @@ class TestOwnership:
 
     def test_what_is_shown_does(self):
         groups, buffer, expected = self.make()
-        batch = groups.stacked(groups.shown(0, 4), 4)
+        batch = groups.stacked(shown(groups, 0, 4), 4)
         assert torch.equal(batch["observation"], expected)
         buffer[:] = 0
         assert not batch["observation"].any()
@@ -339,6 +344,8 @@ class TestOwnership:
         groups, _, _ = self.make(device=device)
         assert batch_of(groups).device == device
         assert (
-            groups.joined(groups.shown(0, 4), [4] * len(groups.shown(0, 4)[next(iter(groups.shown(0, 4)))]), 0).device
+            groups.joined(
+                shown(groups, 0, 4), [4] * len(shown(groups, 0, 4)[next(iter(shown(groups, 0, 4)))]), 0
+            ).device
             == device
         )

@@ -20,19 +20,19 @@ from torch import nn
 
 from rlcollect import (
     Collector,
-    MultiAsyncCollector,
     MultiProcessedWeightUpdate,
     MultiProcessWeightSyncScheme,
     MultiSyncCollector,
 )
 from rlcollect.errors import PolicyError
 from rlcollect.testing import Echo
+from tests import backend
 
 pytestmark = pytest.mark.timeout(60)
 WORKERS = 2
 SHARE = 4  # frames of a worker in a batch
 LONG = 30  # seconds in which every worker gets its turn, however busy the machine is
-KINDS = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
+KINDS = {"single": Collector, **backend.sync_and_async()}
 
 
 class One(nn.Module):

@@ -20,6 +20,7 @@ from torch import nn
 
 from rlcollect import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from rlcollect.testing import Probe, Tagged, check_batch
+from tests import backend
 
 ENDS: dict[int, Any] = {0: "terminated", 1: "truncated", 2: "both"}
 PREFIX = 40  # bits of an id below the worker's number
@@ -33,6 +34,7 @@ class Kind:
     cls: Any
     workers: int
     is_sync: bool
+    is_on_ray: bool = False
 
     @property
     def is_process(self) -> bool:
@@ -40,7 +42,7 @@ class Kind:
 
     @property
     def takes_several(self) -> bool:
-        return self.cls in (MultiSyncCollector, MultiAsyncCollector)
+        return self.is_on_ray or self.cls in (MultiSyncCollector, MultiAsyncCollector)
 
     @property
     def together(self) -> int:
@@ -60,15 +62,16 @@ class Kind:
 
     def parts(self, batch: TensorDictBase) -> list[tuple[int, TensorDictBase]]:
         """What each worker made of a batch, by worker."""
-        if self.cls is MultiSyncCollector:
+        if self.cls is MultiSyncCollector or (self.is_on_ray and self.is_sync):
             return list(enumerate(batch.unbind(0)))
         return [(owner(batch), batch)]
 
 
+SEVERAL = backend.sync_and_async()
 KINDS = {
     "single": Kind(Collector, 1, True),
-    "sync": Kind(MultiSyncCollector, 2, True),
-    "async": Kind(MultiAsyncCollector, 2, False),
+    "sync": Kind(SEVERAL["sync"], 2, True, backend.IS_RAY),
+    "async": Kind(SEVERAL["async"], 2, False, backend.IS_RAY),
     "one async": Kind(AsyncCollector, 1, False),
 }
 PROCESSES = [name for name, kind in KINDS.items() if kind.is_process]

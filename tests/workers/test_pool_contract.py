@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rlcollect.errors import EnvError, WorkerError
+from rlcollect.memory.flat import Flat
 from rlcollect.options import How, What, Where
 from rlcollect.processes.crossing import Parcel
 from rlcollect.processes.launch import default_method
@@ -26,6 +27,7 @@ from rlcollect.weights.form import WeightsForm
 from rlcollect.workers.inline import InlinePool
 from rlcollect.workers.messages import Build, Close, Collect, Collected, Facts, Load, Reset, Run, Save, Seed, Withdrawn
 from rlcollect.workers.process import packed_builds, start_pool
+from tests import backend
 from tests.collectors.helpers import after, same, seen
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,11 +42,21 @@ class Pool:
     make: Callable[[], Any]
     pack: Callable[[list[Build]], list[Build]]
     works_by_itself: bool  # or when it is asked for replies
+    latency: float = 0.0  # seconds in which what is sent is there
+
+
+def actors():
+    """Two actors on Ray."""
+    from rlcollect.workers.remote import start_actors
+
+    backend.start_ray()
+    return start_actors([backend.SMALL] * 2, 1)
 
 
 POOLS = {
     "inline": Pool(InlinePool, list, works_by_itself=False),
     "processes": Pool(lambda: start_pool(2, default_method(), 1), packed_builds, works_by_itself=True),
+    "actors": Pool(actors, packed_builds, works_by_itself=True, latency=0.5),
 }
 
 
@@ -100,7 +112,9 @@ def build_of(pool, create_env_fn, policy=None, **options):
 
 
 def opened(reply):
-    """A reply whose value is not in a parcel any more."""
+    """A reply whose value is not in a parcel any more, nor its batch flat."""
+    if isinstance(reply.value, Collected) and isinstance(reply.value.batch, Flat):
+        return replace(reply, value=replace(reply.value, batch=reply.value.batch.opened(reply.beside.copy())))
     return replace(reply, value=reply.value.opened()) if isinstance(reply.value, Parcel) else reply
 
 
@@ -149,10 +163,16 @@ class Driven:
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
         yield number
+        time.sleep(self.kind.latency)
         go.touch()
 
 
-@pytest.mark.parametrize("kind", POOLS.values(), ids=POOLS)
+every_pool = [
+    pytest.param(pool, id=name, marks=[pytest.mark.cluster] if name == "actors" else []) for name, pool in POOLS.items()
+]
+
+
+@pytest.mark.parametrize("kind", every_pool)
 class TestEveryPool:
     @pytest.fixture
     def driven(self, kind):

@@ -20,7 +20,7 @@ from rlcollect.workers.messages import Collect, Facts
 
 __all__ = ["AHEAD", "FirstReady", "Quorum"]
 
-AHEAD = 2  # rollouts that a worker holds at most, made or being made
+AHEAD = 2  # rollouts that a worker holds at most, made or being made, if nobody says otherwise
 PATIENCE = 10.0  # seconds that another thread has to publish, where the user gave no limit
 ASKED_EACH = 0.002  # seconds between two looks whether it has
 
@@ -31,19 +31,25 @@ class _AsReady(FromProcesses):
     Frames are granted when a rollout is asked for: what is granted, made or delivered is never more than is wanted.
     """
 
-    _shown: int | None = None  # the group that is with the user
+    def __init__(
+        self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, *, full: int, same: bool, ahead: int = AHEAD
+    ) -> None:
+        super().__init__(crew, facts, groups, full=full, same=same)
+        self._ahead = ahead
+        self._shown: int | None = None  # the group that is with the user
 
     def _free(self) -> list[list[int]]:
         """Each worker's groups that are not written to, hold nothing to be delivered, and are not with the user."""
         used = {command.group for _, command in self._crew.under_way}
         used |= {arrival.command.group for arrival in self._crew.arrived}
-        groups = (range(AHEAD * worker, AHEAD * (worker + 1)) for worker in range(len(self._facts)))
+        ahead = self._ahead
+        groups = (range(ahead * worker, ahead * (worker + 1)) for worker in range(len(self._facts)))
         return [[group for group in own if group not in used and group != self._shown] for own in groups]
 
     def _grant(self, steps: int, left: int | None, free: Sequence[list[int]]) -> None:
         """Asks for as many rollouts as there is room for, in these groups of each worker, and as frames are wanted."""
         granted = self._granted()
-        for _ in range(AHEAD):
+        for _ in range(self._ahead):
             for worker, groups in enumerate(free):
                 lanes = self._facts[worker].num_lanes
                 amount = steps * lanes if left is None else min(steps * lanes, left - granted)
@@ -87,7 +93,7 @@ class _AsReady(FromProcesses):
 
 
 class FirstReady(_AsReady):
-    """The first rollout that is ready, whoever made it. Each worker has two at most, made or being made.
+    """The first rollout that is ready, whoever made it.
 
     Args:
         crew: the workers.
@@ -96,6 +102,7 @@ class FirstReady(_AsReady):
         full: frames of a full rollout.
         same: whether the memory itself is delivered.
         admission: keeps weights from getting too old.
+        ahead: rollouts that a worker holds at most, made or being made.
     """
 
     def __init__(
@@ -107,8 +114,9 @@ class FirstReady(_AsReady):
         full: int,
         same: bool,
         admission: Unbounded,
+        ahead: int = AHEAD,
     ) -> None:
-        super().__init__(crew, facts, groups, full=full, same=same)
+        super().__init__(crew, facts, groups, full=full, same=same, ahead=ahead)
         self._admission = admission
         self.refuses_worker_ids = admission.refuses_worker_ids
 
@@ -202,15 +210,17 @@ class FirstReady(_AsReady):
         """The batch, in memory of its own."""
         rollout = arrival.rollout
         if self._groups is None:
-            return batch_of(rollout)
-        return self._groups.owned(arrival.command.group, rollout.room, rollout.steps, self._groups.single)[1]
+            return batch_of(arrival)
+        data = self._groups.bytes_of(arrival.command.group, arrival.beside)
+        return self._groups.owned(data, rollout.room, rollout.steps, self._groups.single)[1]
 
     def _as_it_is(self, arrival: Arrival, same: SameBatch[TensorDictBase]) -> TensorDictBase:
         """The batch, in the memory that it was made in."""
         rollout = arrival.rollout
         if self._groups is None:
-            return batch_of(rollout)
-        return same.holding(self._groups.single(self._groups.shown(arrival.command.group, rollout.room), rollout.steps))
+            return batch_of(arrival)
+        data = self._groups.bytes_of(arrival.command.group, arrival.beside)
+        return same.holding(self._groups.single(self._groups.shown(data, rollout.room), rollout.steps))
 
     def made(self, rollouts: Sequence[int]) -> list[Made]:
         """See `Gather`. What a worker has made since it saved its state is not in it."""
@@ -233,6 +243,7 @@ class Quorum(_AsReady):
         dim: the dimension of a worker's batch in which they are joined; None: they are stacked.
         same: whether each batch is the same TensorDict.
         quorum: the share of workers whose rollouts are enough.
+        ahead: rollouts that a worker holds at most, made or being made.
     """
 
     cuts_short: str | None = "batches are made of the rollouts that are ready"
@@ -248,8 +259,9 @@ class Quorum(_AsReady):
         dim: int | None,
         same: bool,
         quorum: float,
+        ahead: int = AHEAD,
     ) -> None:
-        super().__init__(crew, facts, groups, full=full, same=same)
+        super().__init__(crew, facts, groups, full=full, same=same, ahead=ahead)
         self._dim = dim
         self._in_time = dim == len(facts[0].lead)
         self._enough = needed(quorum, len(facts))
@@ -330,9 +342,10 @@ class Quorum(_AsReady):
     def _joined(self, chosen: Sequence[Arrival]) -> TensorDictBase:
         groups, dim, first = self._groups, self._dim, chosen[0].rollout
         if groups is None:
-            batches = [batch_of(arrival.rollout) for arrival in chosen]
+            batches = [batch_of(arrival) for arrival in chosen]
             return put_together(batches, dim, in_time=self._in_time)
-        tensors = groups.picked([arrival.command.group for arrival in chosen], first.room)
+        parts = [groups.bytes_of(arrival.command.group, arrival.beside) for arrival in chosen]
+        tensors = groups.picked(parts, first.room)
         if dim is None:
             return groups.stacked(tensors, first.steps)
         return groups.joined(tensors, [first.steps] * len(chosen), dim)

@@ -36,11 +36,13 @@ class Arrival:
         worker: whose.
         command: what was asked.
         rollout: what came.
+        beside: its bytes, where they are in no shared memory.
     """
 
     worker: int
     command: Collect
     rollout: Collected
+    beside: Any = None
 
 
 class Left(WorkerTimeout):
@@ -78,6 +80,11 @@ class Crew:
         self._answers: dict[int, Any] = {}
         self._unheard: dict[int, bool] = {}  # whose failures are not raised, and whether they are told
         self._warnings = OnceEach()
+
+    def add(self, workers: int) -> None:
+        """There are so many more."""
+        self.reports += [Report() for _ in range(workers)]
+        self.tally.add(workers)
 
     # --- rollouts ---
 
@@ -260,7 +267,7 @@ class Crew:
         if isinstance(reply.value, Withdrawn):
             return None
         self.reports[reply.worker] = reply.value.report
-        return Arrival(reply.worker, asked[1], reply.value)
+        return Arrival(reply.worker, asked[1], reply.value, reply.beside)
 
     def _pass_on(self, reply: Reply) -> None:
         """Warnings, once each."""

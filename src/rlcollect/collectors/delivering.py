@@ -157,6 +157,7 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
             self._supply.is_touched = bool(self._sink.postproc)
             frames, batch = self._frames + made.frames, self._processed(placed)
         self._crew.tally.note_late(made.late, self._updates.version)
+        self._note_delivered(made)
         lag = self._updates.lag_with(made.versions)
         if self._filling is not None:
             with Guard(self), Held():
@@ -187,6 +188,9 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
 
     def _before_batch(self) -> None:
         """What is to be done before each batch that is delivered."""
+
+    def _note_delivered(self, made: Made) -> None:
+        """This is being delivered."""
 
     def _recover(self) -> None:
         """Where an interrupt came between a batch's beginning and its delivery, it is kept, or never was."""

@@ -195,8 +195,8 @@ class OneInline(_Uncounted):
             crew.wait_for_rollouts(lambda: bool(crew.arrived))
         finally:
             arrived, crew.arrived = crew.arrived, deque()
-        rollout = arrived[0].rollout
-        return Made(batch_of(rollout), rollout.frames, versions=rollout.versions)
+        arrival, rollout = arrived[0], arrived[0].rollout
+        return Made(batch_of(arrival), rollout.frames, versions=rollout.versions)
 
     @property
     def outstanding(self) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack, pad
 
+from rlcollect.collectors.crew import Arrival
 from rlcollect.layout import Key
-from rlcollect.workers.messages import Collected
+from rlcollect.memory.flat import Flat
 
 __all__ = ["ELSEWHERE", "IDS", "NO_EPISODE", "batch_of", "put_together"]
 
@@ -50,6 +51,10 @@ def _filled_up(batch: TensorDictBase, steps: int) -> TensorDictBase:
     return filled
 
 
-def batch_of(rollout: Collected) -> TensorDictBase:
+def batch_of(arrival: Arrival) -> TensorDictBase:
     """The batch that a rollout brought with it; `ELSEWHERE`, if its worker has put it into a buffer."""
-    return ELSEWHERE if rollout.batch is None else rollout.batch
+    batch = arrival.rollout.batch
+    if isinstance(batch, Flat):
+        whole: TensorDictBase = batch.opened(arrival.beside.copy())
+        return whole
+    return ELSEWHERE if batch is None else batch

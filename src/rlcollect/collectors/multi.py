@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlcollect.collectors.admission import Admission, Unbounded
+from rlcollect.collectors.apart import check_maker
 from rlcollect.collectors.arguments import lane_indices
-from rlcollect.collectors.as_ready import AHEAD, FirstReady, Quorum
-from rlcollect.collectors.crew import Crew
-from rlcollect.collectors.gather import Gather
-from rlcollect.collectors.processes import InProcesses, check_maker
-from rlcollect.collectors.together import AllOf
+from rlcollect.collectors.processes import InProcesses
+from rlcollect.collectors.ways import AsReady, Together, Way
 from rlcollect.envs.make import is_sequence
 from rlcollect.errors import OptionError
-from rlcollect.options import How, Sink, Stacking, Staleness, Sync, What, Where, Workers
-from rlcollect.workers.messages import Facts
+from rlcollect.options import How, Processes, Sink, Stacking, Staleness, Sync, What, Where, Workers
 from rlcollect.workers.models import POLICY
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"]
@@ -51,50 +47,10 @@ class MultiSyncCollector(InProcesses):
         What an environment raises, from a `WorkerError`.
     """
 
-    option_kinds = (What, Where, How, Sink, Sync, Workers, Stacking)
-    _rests = True
+    option_kinds = (What, Where, How, Sink, Sync, Workers, Processes, Stacking)
 
-    def _share(self, workers: int) -> int:
-        return workers
-
-    @property
-    def _stacking(self) -> Stacking:
-        stacking: Stacking = self._options[Stacking]
-        return stacking
-
-    @property
-    def _goes_on(self) -> bool:
-        return self._stacking.stragglers == "continue"
-
-    def _pre_empts(self) -> bool:
-        return self._stacking.preemptive_threshold is not None and not self._goes_on
-
-    def _needs_recorded(self) -> tuple[str, ...]:
-        if self._goes_on:
-            return ("worker",)
-        return ("mask",) if self._pre_empts() or self._how.interruptor is not None else ()
-
-    @property
-    def _is_between(self) -> bool:
-        assert isinstance(self._gather, AllOf | Quorum)
-        return self._gather.is_idle
-
-    def _gathered(self, crew: Crew, facts: Sequence[Facts]) -> Gather:
-        stacking = self._stacking
-        dim, dims = None, len(facts[0].lead) + 1
-        if stacking.cat_results != "stack":
-            dim = stacking.cat_results + dims if stacking.cat_results < 0 else stacking.cat_results
-            if not 0 <= dim < dims:
-                raise OptionError(
-                    f"cat_results={stacking.cat_results}: a worker's batches have {dims} dimension(s), time last."
-                )
-        form: dict[str, Any] = {"full": self._full_frames(facts), "dim": dim, "same": self._sink.return_same_td}
-        quorum = stacking.preemptive_threshold or 1.0
-        if self._goes_on:
-            groups = self._slots(crew, facts, groups=AHEAD * len(facts), together=False, most=len(facts))
-            return Quorum(crew, facts, groups, quorum=quorum, **form)
-        groups = self._slots(crew, facts, groups=1, together=True)
-        return AllOf(crew, facts, groups, quorum=quorum, may_stop=self._how.interruptor is not None, **form)
+    def _chosen_way(self) -> Way:
+        return Together(self._options[Stacking])
 
 
 class MultiAsyncCollector(InProcesses):
@@ -114,24 +70,10 @@ class MultiAsyncCollector(InProcesses):
         What a `MultiSyncCollector` raises.
     """
 
-    option_kinds = (What, Where, How, Sink, Sync, Workers, Staleness)
+    option_kinds = (What, Where, How, Sink, Sync, Workers, Processes, Staleness)
 
-    def _share(self, workers: int) -> int:  # noqa: ARG002
-        return 1
-
-    def _gathered(self, crew: Crew, facts: Sequence[Facts]) -> Gather:
-        groups = self._slots(crew, facts, groups=AHEAD * len(facts), together=False)
-        form: dict[str, Any] = {"full": self._full_frames(facts), "same": self._sink.return_same_td}
-        return FirstReady(crew, facts, groups, admission=self._admission(), **form)
-
-    def _admission(self) -> Unbounded:
-        """What keeps the weights of batches from getting too old."""
-        staleness: Staleness = self._options[Staleness]
-        if staleness.max_policy_lag is None:
-            return Unbounded()
-        if POLICY not in self._schemes.moving:
-            raise OptionError("max_policy_lag= needs a policy whose weights are sent; a NoWeightSyncScheme sends none.")
-        return Admission(staleness.max_policy_lag, staleness.batches_per_version)
+    def _chosen_way(self) -> Way:
+        return AsReady(self._options[Staleness], counts_versions=POLICY in self._schemes.moving)
 
 
 class AsyncCollector(MultiAsyncCollector):

@@ -15,7 +15,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
@@ -36,6 +36,8 @@ from rlcollect.failures import is_interrupt
 from rlcollect.options import How, Sink, Sync, What, Where, parse_options
 from rlcollect.rollout.build import whole_steps
 from rlcollect.stats import Threads
+from rlcollect.weights.scheme import WeightSyncScheme
+from rlcollect.weights.shared import SharedMemWeightSyncScheme
 from rlcollect.workers.messages import Facts
 
 __all__ = ["DeathCloses", "Guard", "Opened", "Started", "in_turn"]
@@ -66,13 +68,13 @@ class Started:
     """
 
     crew: Crew
-    facts: Sequence[Facts]
+    facts: list[Facts]
     gather: Gather
     share: int
-    devices: Sequence[torch.device | None]
+    devices: list[torch.device | None]
     poster: Poster
     filling: Filling | None
-    made_of: Sequence[tuple[Any, Where, How]]
+    made_of: list[tuple[Any, Where, How]]
     threads: Threads | None = None
 
 
@@ -82,9 +84,11 @@ class Opened(abc.ABC):
     Attributes:
         policy: as it was passed, or the one that a factory made here.
         num_envs: lanes of a worker.
+        worker_idx: the number of the worker that holds this collector; None: none does.
     """
 
     option_kinds: ClassVar[tuple[type, ...]] = (What, Where, How, Sink, Sync)
+    _usual_scheme: ClassVar[type[WeightSyncScheme]] = SharedMemWeightSyncScheme  # where none is given
     _about: ClassVar[str] = ""  # the docstring as written
 
     def __init_subclass__(cls) -> None:
@@ -103,8 +107,9 @@ class Opened(abc.ABC):
         self._how: How = parsed[How]
         self._sink: Sink = parsed[Sink]
         self._sync: Sync = parsed[Sync]
-        self._schemes = Schemes(self._sync)
+        self._schemes = Schemes(self._sync, self._usual_scheme)
         self.policy: Any = policy
+        self.worker_idx: int | None = None
         self._state = _State.CLOSED  # it is not open yet
         self._closing = threading.RLock()  # held by who closes it
         self._background: Background | None = None
@@ -164,6 +169,11 @@ class Opened(abc.ABC):
     def num_workers(self) -> int:
         """How many workers make frames."""
         return len(self._facts)
+
+    @property
+    def batch_lead(self) -> tuple[int, ...]:
+        """The dimensions of a batch of rollouts before time."""
+        return tuple(self._facts[0].lead)
 
     def _asked(self, commands: Mapping[int, Any], timeout: float | None = USUAL) -> list[Any]:
         """What workers answer; the death of one closes the collector."""

@@ -301,6 +301,19 @@ class Posting:
         message = None if self._sender is None else self._sender.welcome(worker)
         return [] if message is None else [(SchemeMessage(message.content), message.descriptors)]
 
+    def add(self, facts: Sequence[Facts]) -> None:
+        """There are more workers, of which each was found alike; they are sent the newest weights that all have."""
+        first, self._workers = self._workers, self._workers + len(facts)
+        if self._unsynchronised:
+            self._unsynchronised |= {*range(first, self._workers)}
+        if self._sender is not None:
+            self._sender.add(len(facts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that lie somewhere for workers to fetch."""
+        return int(getattr(self._sender, "nbytes", 0))
+
     def let_go(self) -> None:
         """Nothing will be published: keeps no memory."""
         sender, self._sender, self._is_closed = self._sender, None, True

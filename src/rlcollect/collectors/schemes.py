@@ -7,7 +7,6 @@ import copy
 from rlcollect.errors import OptionError
 from rlcollect.options import Sync
 from rlcollect.weights.scheme import NoWeightSyncScheme, WeightSyncScheme
-from rlcollect.weights.shared import SharedMemWeightSyncScheme
 from rlcollect.weights.strategy import WeightStrategy
 from rlcollect.workers.models import POLICY, POSTPROC, root_of
 
@@ -27,12 +26,13 @@ class Schemes:
 
     Args:
         sync: the options.
+        usual: the policy's, where none is given.
 
     Raises:
         OptionError: something else than a scheme, a path that begins nowhere, or schemes of different kinds.
     """
 
-    def __init__(self, sync: Sync) -> None:
+    def __init__(self, sync: Sync, usual: type[WeightSyncScheme]) -> None:
         given = dict(sync.weight_sync_schemes or {})
         for model, scheme in given.items():
             root_of(model)
@@ -47,7 +47,7 @@ class Schemes:
                 f"{moving[0]!r} and {wrong[0]!r} came. (A NoWeightSyncScheme leaves a model alone.)"
             )
         if POLICY not in given:
-            given[POLICY] = copy.copy(moving[0]) if moving else SharedMemWeightSyncScheme()
+            given[POLICY] = copy.copy(moving[0]) if moving else usual()
         self.given: dict[str, WeightSyncScheme] = given
         there = [model for model in self.moving if root_of(model) != POSTPROC]
         self.carrier = given[there[0]] if there else None

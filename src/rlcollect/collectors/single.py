@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from rlcollect.collectors.filling import (
     ByWorkers,
     Filling,
     are_written_there,
-    extend_other,
     filled_here,
     ids_in,
     prepare_other,
@@ -25,6 +25,8 @@ from rlcollect.collectors.opened import Started
 from rlcollect.collectors.posting import InPlace
 from rlcollect.errors import OptionError
 from rlcollect.memory.replay.buffer import ReplayBuffer
+from rlcollect.memory.replay.others import extend_other
+from rlcollect.memory.replay.remote import RayReplayBuffer
 from rlcollect.workers.filling import Batches, Rings, kept_leaves
 from rlcollect.workers.inline import InlinePool
 from rlcollect.workers.messages import Build, Facts, Report
@@ -119,7 +121,8 @@ class Collector(BaseCollector):
         if buffer is not None and not isinstance(buffer, ReplayBuffer):
             prepare_other(sink, facts)
             if not sink.extend_buffer and own.leaves is not None:
-                worker.attach_buffer(Batches(lambda batch: extend_other(buffer, batch)), by_step=True)
+                extend = buffer.keep if isinstance(buffer, RayReplayBuffer) else partial(extend_other, buffer)
+                worker.attach_buffer(Batches(extend), by_step=True)
                 return ByWorkers()
         return filled_here(sink, own.num_lanes, 1, self._ending.callback)
 

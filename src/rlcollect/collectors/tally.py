@@ -48,6 +48,13 @@ class Tally:
         self._late_rollouts = 0
         self._ages = deque[tuple[int, int]](maxlen=REMEMBERED)
 
+    def add(self, workers: int) -> None:
+        """There are so many more; whose `restarts` and `dropped` are counted elsewhere is told there."""
+        for counts in (self.preempted, self._late):
+            counts += [0] * workers
+        for counts in (self.restarts, self.dropped):
+            counts += [0] * (len(self._late) - len(counts))
+
     def note_late(self, rollouts: Sequence[LateRollout], version: int) -> None:
         """These were delivered now, when the newest weights had this version."""
         for rollout in rollouts:

@@ -15,7 +15,7 @@ from rlcollect.memory.shared import Form, Groups
 from rlcollect.processes.channel import Held
 from rlcollect.workers.messages import Collect, Facts
 
-__all__ = ["AllOf"]
+__all__ = ["AllApart", "AllOf"]
 
 MASK: Key = ("collector", "mask")
 
@@ -136,13 +136,14 @@ class AllOf(FromProcesses):
         room = next(iter(came.values())).rollout.room
         steps = [came[worker].rollout.steps if worker in came else 0 for worker in range(len(self._facts))]
         if self._groups is None:
-            return self._put_together([batch_of(came[worker].rollout) for worker in self._asked])
+            return self._put_together([batch_of(came[worker]) for worker in self._asked])
         if self._is_copied:
-            tensors, batch = self._groups.owned(0, room, max(steps), self._form(steps))
+            data = self._groups.bytes_of(0, None)
+            tensors, batch = self._groups.owned(data, room, max(steps), self._form(steps))
             self._blank(tensors, steps)
             is_ragged = self._in_time and min(steps) < max(steps)  # what was prepared is for whole ones
             return self._form(steps)(tensors, max(steps)) if is_ragged else batch
-        tensors = self._groups.shown(0, room)
+        tensors = self._groups.shown(self._groups.bytes_of(0, None), room)
         self._blank(tensors, steps)
         batch = self._form(steps)(tensors, max(steps))
         return batch if self._same is None else self._same.holding(batch)
@@ -180,6 +181,29 @@ class AllOf(FromProcesses):
 
     def _clear(self) -> None:
         self._asked, self._extra = [], None
+
+
+class AllApart(AllOf):
+    """The same where each worker's rollout lies in memory of its own."""
+
+    def __init__(self, crew: Crew, facts: Sequence[Facts], groups: Groups | None, **form: Any) -> None:
+        super().__init__(crew, facts, groups, **form)
+        self._is_copied = False  # in one piece
+
+    def _joined(self, came: dict[int, Arrival]) -> TensorDictBase:
+        groups, everyone = self._groups, range(len(self._facts))
+        if groups is None:
+            return super()._joined(came)
+        room = next(iter(came.values())).rollout.room
+        steps = [came[worker].rollout.steps if worker in came else 0 for worker in everyone]
+        parts = [
+            groups.bytes_of(came[worker].command.group, came[worker].beside) if worker in came else None
+            for worker in everyone
+        ]
+        tensors = groups.picked(parts, room)
+        self._blank(tensors, steps)
+        batch = self._form(steps)(tensors, max(steps))
+        return batch if self._same is None else self._same.holding(batch)
 
 
 def _blank(tensors: dict[Key, Any], worker: int, made: int) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +20,13 @@ from torch import nn
 from rlcollect.errors import OptionError
 from rlcollect.weights.naming import copy_into, weights_by_name
 
-__all__ = ["MultiProcessedWeightUpdate", "VanillaWeightUpdater", "WeightUpdaterBase", "made_updater"]
+__all__ = [
+    "MultiProcessedWeightUpdate",
+    "RayWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "made_updater",
+]
 
 
 class WeightUpdaterBase(abc.ABC):
@@ -185,6 +192,45 @@ class MultiProcessedWeightUpdate(_Publishing):
     def _copy(self, worker_id: Any, weights: Any) -> None:
         if self.policy_weights is not None and weights is not None:
             _update(self.policy_weights[worker_id], weights)
+
+
+class RayWeightUpdater(_Publishing):
+    """Sends to each remote of a `RayCollector`, but for those that were sent weights a moment ago.
+
+    Args:
+        policy_weights: a TensorDict of parameters that is sent where a push is not given any; None: those of the
+            collector's policy.
+        remote_collectors: one a remote, whatever they are; None: all of the collector.
+        max_interval: pushes that a remote is left out of after one that it got.
+    """
+
+    def __init__(
+        self,
+        policy_weights: TensorDictBase | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        max_interval: int = 0,
+    ) -> None:
+        super().__init__()
+        self.policy_weights = policy_weights
+        self.remote_collectors = remote_collectors
+        self.max_interval = max(0, max_interval)
+        self._left_out: Counter[int] = Counter()
+
+    def all_worker_ids(self) -> Iterable[Any] | None:
+        """Whom a push is for."""
+        if self.remote_collectors is not None:
+            return range(len(self.remote_collectors))
+        return None if self.collector is None else range(self.collector.num_workers)
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
+    def _skip_update(self, worker_id: Any) -> bool:
+        if self._left_out[worker_id] < self.max_interval:
+            self._left_out[worker_id] += 1
+            return True
+        self._left_out[worker_id] = 0
+        return False
 
 
 def _update(kept: TensorDictBase, weights: Any) -> None:

@@ -36,6 +36,7 @@ class Updates:
 
     Attributes:
         version: the newest.
+        of_all: the newest version that was sent to all workers together; 0: none was.
         lag: how many delivered frames were made by weights how many versions old; the largest stands for all above.
 
     Args:
@@ -66,6 +67,7 @@ class Updates:
         self._refuses_worker_ids = refuses_worker_ids
         self._receivers: list[WeightSyncScheme] = []
         self._addressed = [0] * len(devices)  # the newest version that was sent to each
+        self.of_all = 0
         self._local = {path: find_models(path, {POSTPROC: postproc}) for path in schemes.local}
         self._local_forms = {path: common_form(path, modules) for path, modules in self._local.items()}
         self._gathered: list[Addressed] | None = None  # what is sent later, as one
@@ -101,6 +103,18 @@ class Updates:
         self._is_closed = True
         self._receivers = []
         self._open.close()
+
+    def add(self, devices: Sequence[torch.device], tell: Callable[[], None]) -> None:
+        """There are more workers.
+
+        Args:
+            devices: where their policies compute.
+            tell: sends them the newest weights that all were sent.
+        """
+        with self._lock:
+            tell()
+            self._devices = [*self._devices, *devices]
+            self._addressed += [self.of_all] * len(devices)
 
     # --- as a scheme sees it ---
 
@@ -256,6 +270,7 @@ class Updates:
             for _, workers in given:
                 for worker in range(len(self._addressed)) if workers is None else workers:
                     self._addressed[worker] = self.version
+                self.of_all = self.version if workers is None else self.of_all
             self._published(self.version)
 
     def _fitted_here(self, model: str, given: Any) -> dict[str, torch.Tensor]:
@@ -280,8 +295,13 @@ class Updates:
             if has_weights and POLICY in self._schemes.moving:
                 self._poster.load(version)
                 self._addressed = [version] * len(self._addressed)
+                self.of_all = version
 
     # --- waiting ---
+
+    def sent_to(self, worker: int) -> int:
+        """The newest version that was sent to a worker."""
+        return self._addressed[worker]
 
     def is_with(self, worker: int, version: int, acting: int) -> bool:
         """Whether a worker that acts with a version has this one, or the newest that was sent to it."""

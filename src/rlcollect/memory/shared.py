@@ -142,7 +142,7 @@ class Groups:
 
     Args:
         plan: how the memory is divided.
-        buffer: the memory.
+        buffer: the memory; empty where rollouts come beside the word of them.
         reuse: whether memory that the user let go of is used again.
         device: what batches say their device is.
         most: members of the largest batch that is made of several groups.
@@ -157,9 +157,13 @@ class Groups:
         self._pool = BlockPool(max(plan.group_bytes, replace(plan, members=most).group_bytes), keep=2 if reuse else 0)
         self._prepared: _Prepared | None = None
 
-    def shown(self, group: int, steps: int) -> dict[Key, torch.Tensor]:
-        """The tensors of a group as they are: overwritten when it is used again."""
-        return self._plan.carve(self._plan.group(self._buffer, group), steps)
+    def bytes_of(self, group: int, beside: Array | None) -> Array:
+        """Where a rollout lies: in what came beside the word of it, or else in its group."""
+        return self._plan.group(self._buffer, group) if beside is None else beside
+
+    def shown(self, data: Array, steps: int) -> dict[Key, torch.Tensor]:
+        """The tensors of these bytes as they are: overwritten when they are used again."""
+        return self._plan.carve(data, steps)
 
     def prepare(self, steps: int, form: Form) -> None:
         """Makes a batch of somebody's own ahead, while there is nothing else to do: only its values are lacking.
@@ -173,12 +177,12 @@ class Groups:
             tensors = self._plan.carve(lease, steps)
             self._prepared = _Prepared(steps, lease[: self._plan.bytes_of(steps)], tensors, form(tensors, steps))
 
-    def owned(self, group: int, steps: int, made: int, form: Form) -> tuple[dict[Key, torch.Tensor], TensorDict]:
-        """A copy of a group, in memory that belongs to who holds it.
+    def owned(self, data: Array, steps: int, made: int, form: Form) -> tuple[dict[Key, torch.Tensor], TensorDict]:
+        """A copy of these bytes, in memory that belongs to who holds it.
 
         Args:
-            group: which.
-            steps: that it is divided for.
+            data: of a group.
+            steps: that they are divided for.
             made: how many of them are in the batch.
             form: see `prepare`.
 
@@ -188,7 +192,7 @@ class Groups:
         self.prepare(steps, form)
         prepared, self._prepared = self._prepared, None
         assert prepared is not None
-        np.copyto(prepared.lease, self._plan.group(self._buffer, group)[: len(prepared.lease)])
+        np.copyto(prepared.lease, data[: len(prepared.lease)])
         return prepared.tensors, prepared.batch if made == steps else form(prepared.tensors, made)
 
     def stacked(self, tensors: dict[Key, torch.Tensor], made: int) -> TensorDict:
@@ -228,19 +232,20 @@ class Groups:
             joined = {key: tensor.flatten(0, 1) for key, tensor in cut.items()}
         return self._named(joined, shape)
 
-    def picked(self, groups: Sequence[int], steps: int) -> dict[Key, torch.Tensor]:
+    def picked(self, parts: Sequence[Array | None], steps: int) -> dict[Key, torch.Tensor]:
         """Copies of several groups with one member each, as those of one with several: `[M, N, T, *shape]` by key.
 
         Args:
-            groups: which, in order.
+            parts: the bytes of each, in order; None: what is there in its place is to be written yet.
             steps: that all are divided for.
         """
         lease, _ = self._pool.take()
-        plan = replace(self._plan, members=len(groups))
+        plan = replace(self._plan, members=len(parts))
         tensors = plan.carve(lease, steps)
-        for member, group in enumerate(groups):
-            for key, tensor in self.shown(group, steps).items():
-                tensors[key][member].copy_(tensor[0])
+        for member, data in enumerate(parts):
+            if data is not None:
+                for key, tensor in self.shown(data, steps).items():
+                    tensors[key][member].copy_(tensor[0])
         return tensors
 
     def _behind(self, tensor: torch.Tensor) -> torch.Size:

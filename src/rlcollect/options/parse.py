@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlcollect.errors import OptionError
-from rlcollect.options.workers import Stacking, Staleness, Workers
+from rlcollect.options.remotes import Remotes
+from rlcollect.options.workers import Processes, Stacking, Staleness, Workers
 
 __all__ = ["option_fields", "parse_options"]
 
@@ -20,10 +21,16 @@ ALIASES = {  # the same under another name
     "num_collectors": "num_workers",
     "update_after_each_batch": "update_at_each_batch",
 }
-WORKERS_ONLY = "there is one worker, in this process; it is an option of MultiSyncCollector, MultiAsyncCollector and "
-WORKERS_ONLY += "AsyncCollector"
-RESTING = "workers rest between two batches, and take the newest weights for each; it is an option of "
-RESTING += "MultiAsyncCollector and AsyncCollector"
+WORKERS_ONLY = (
+    "there is one worker, in this process; it is an option of MultiSyncCollector, MultiAsyncCollector, AsyncCollector "
+    "and RayCollector"
+)
+RESTING = (
+    "workers rest between two batches, and take the newest weights for each; it is an option of MultiAsyncCollector, "
+    "AsyncCollector and RayCollector"
+)
+CLUSTER_ONLY = "workers are processes of this machine; it is an option of RayCollector"
+PROCESSES_ONLY = "workers are actors of a cluster; it is an option of MultiSyncCollector and MultiAsyncCollector"
 
 
 def option_fields(kinds: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
@@ -48,7 +55,7 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
         if name not in known:
             if name in ELSEWHERE:
                 raise OptionError(f"{owner} has no option {name!r}: {ELSEWHERE[name]}.")
-            if name in option_fields([Workers, Stacking, Staleness]):
+            if name in option_fields([Workers, Processes, Stacking, Staleness, Remotes]):
                 raise OptionError(f"{owner} has no option {name!r}: {_why_not(name, known)}.")
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
@@ -59,6 +66,8 @@ def parse_options(owner: str, kinds: Sequence[type], given: Mapping[str, Any]) -
     parsed = {kind: kind(**{name: given[name] for name in option_fields([kind]) if name in given}) for kind in kinds}
     values = {name: getattr(parsed[kind], name) for kind in kinds for name in option_fields([kind])}
     _check_whole_episodes(values)
+    if Processes in kinds:
+        _check_processes(values)
     if values["set_truncated"] and not values["extend_buffer"]:
         raise OptionError(
             "set_truncated does not go with extend_buffer=False: frames are written before there is a last one."
@@ -81,6 +90,19 @@ def _check_whole_episodes(given: Mapping[str, Any]) -> None:
             raise OptionError(f"{name} does not go with trajs_per_batch=: {why}.")
 
 
+def _check_processes(given: Mapping[str, Any]) -> None:
+    """What processes of this machine do not go with."""
+    if given["start_method"] == "fork" and given["num_sub_threads"] > 1:
+        raise OptionError(
+            f'start_method="fork" does not go with num_sub_threads={given["num_sub_threads"]}: torch hangs in a copy '
+            'of a process that has used its threads. Use "forkserver" or "spawn".'
+        )
+    if isinstance(held := given["collector_class"], str):
+        raise OptionError(f"collector_class must be a class of collectors, not {held!r}.")
+    if given["weights_update"] == "step" and given["collector_class"] is not None:
+        raise OptionError('weights_update="step" does not go with collector_class=: its rollouts are its own.')
+
+
 def _without_aliases(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in given.items():
@@ -92,6 +114,10 @@ def _without_aliases(owner: str, known: Mapping[str, Any], given: Mapping[str, A
 
 
 def _why_not(name: str, known: Mapping[str, Any]) -> str:
-    if "start_method" not in known:
+    if "num_workers" not in known:
         return WORKERS_ONLY
+    if name in option_fields([Remotes]):
+        return CLUSTER_ONLY
+    if name in option_fields([Processes]):
+        return PROCESSES_ONLY
     return RESTING if name in option_fields([Staleness]) else "each batch is one worker's"

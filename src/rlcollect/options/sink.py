@@ -56,7 +56,7 @@ class Sink:
     replay_buffer: Any = option(
         "A `ReplayBuffer`, or anything with an `extend` (TorchRL's), to which frames are written; `next` then returns "
         "None, and collection can go on in the background (`start`). Worker processes write to a shared one of ours "
-        "themselves.",
+        "themselves, remotes of a cluster to a `RayReplayBuffer`.",
         None,
     )
     extend_buffer: bool = option(

@@ -1,4 +1,4 @@
-"""Options of kinds with worker processes."""
+"""Options of kinds with workers in other processes, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Any, Literal
 from rlcollect.errors import OptionError
 from rlcollect.options.checks import flag, option, positive, seconds
 
-__all__ = ["Stacking", "Staleness", "Workers"]
+__all__ = ["Processes", "Stacking", "Staleness", "Workers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The processes that make frames."""
+    """The workers that make frames in other processes."""
 
     num_workers: int | None = option(
-        "Worker processes made of one maker (`num_collectors` is the same). None: one for each of a sequence.", None
-    )
-    start_method: Literal["forkserver", "spawn", "fork"] | None = option(
-        'How processes are started. None: "forkserver", from a server that has imported torch once; where there is no '
-        'such thing, "spawn". The program\'s main module is never run again: no guard is needed.',
-        None,
+        "Workers made of one maker (`num_collectors` is the same). None: one for each of a sequence.", None
     )
     start_timeout: float | None = option(
         "Seconds in which all workers must have made and reset their environments. None: any.", 300.0
@@ -60,11 +55,6 @@ class Workers:
         "workers rest between batches; else at the call of `next` that follows each batch.",
         False,
     )
-    weights_update: Literal["rollout", "step"] = option(
-        'When workers take new weights: "rollout", before each rollout; "step", before each step (a look at a number '
-        "in shared memory; each frame has the version that made it).",
-        "rollout",
-    )
     collector_class: Any = option(
         "A class of collectors: each worker then holds one, and drives it by `rollout`, `reset`, `set_seed`, "
         "`state_dict`, `load_state_dict`, `update_policy_weights_` and `shutdown`. None: an engine, which is faster.",
@@ -77,21 +67,14 @@ class Workers:
         if self.num_threads is not None:
             object.__setattr__(self, "num_threads", positive("num_threads", self.num_threads))
         object.__setattr__(self, "num_sub_threads", positive("num_sub_threads", self.num_sub_threads))
-        if self.start_method == "fork" and self.num_sub_threads > 1:
-            raise OptionError(
-                f'start_method="fork" does not go with num_sub_threads={self.num_sub_threads}: torch hangs in a copy '
-                'of a process that has used its threads. Use "forkserver" or "spawn".'
-            )
         self._check_restarts()
         for name in ("start_timeout", "timeout", "worker_timeout"):
             if getattr(self, name) is not None:
                 seconds(name, getattr(self, name))
         flag("update_at_each_batch", self.update_at_each_batch)
-        if self.weights_update not in ("rollout", "step"):
-            raise OptionError(f'weights_update must be "rollout" or "step", not {self.weights_update!r}.')
-        if self.weights_update == "step" and self.collector_class is not None:
-            raise OptionError('weights_update="step" does not go with collector_class=: its rollouts are its own.')
-        if not (self.collector_class is None or callable(self.collector_class)):
+        if not (
+            self.collector_class is None or isinstance(self.collector_class, str) or callable(self.collector_class)
+        ):
             raise OptionError(f"collector_class must be a class of collectors, not {self.collector_class!r}.")
 
     def _check_restarts(self) -> None:
@@ -110,6 +93,26 @@ class Workers:
     def restarts(self) -> bool:
         """Whether workers that fail are started again."""
         return self.on_worker_failure == "restart"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """What holds where workers are processes of this machine."""
+
+    start_method: Literal["forkserver", "spawn", "fork"] | None = option(
+        'How processes are started. None: "forkserver", from a server that has imported torch once; where there is no '
+        'such thing, "spawn". The program\'s main module is never run again: no guard is needed.',
+        None,
+    )
+    weights_update: Literal["rollout", "step"] = option(
+        'When workers take new weights: "rollout", before each rollout; "step", before each step (a look at a number '
+        "in shared memory; each frame has the version that made it).",
+        "rollout",
+    )
+
+    def __post_init__(self) -> None:
+        if self.weights_update not in ("rollout", "step"):
+            raise OptionError(f'weights_update must be "rollout" or "step", not {self.weights_update!r}.')
 
 
 @dataclass(frozen=True, kw_only=True)

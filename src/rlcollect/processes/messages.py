@@ -7,7 +7,7 @@ from typing import Any
 
 from rlcollect.processes.relay import Failure
 
-__all__ = ["Notice", "Reply", "Request"]
+__all__ = ["Beside", "Notice", "Reply", "Request"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,14 @@ class Request:
         body: what is to be done, pickled.
         in_turn: whether it waits for those that came before; else it comes first among those that wait.
         descriptors: how many file descriptors follow.
+        is_news: whether the next of its kind makes up for it.
     """
 
     id: int
     body: bytes
     in_turn: bool
-    descriptors: int
+    descriptors: int = 0
+    is_news: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Reply:
         value: the result; None with a failure.
         failure: what was raised.
         notices: the warnings that were given.
+        beside: what came beside it, and not by value; None: nothing did.
     """
 
     id: int
@@ -57,3 +60,17 @@ class Reply:
     value: Any
     failure: Failure | None
     notices: tuple[Notice, ...] = ()
+    beside: Any = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A result, with bytes that are to travel beside it, where a pool has a way for them.
+
+    Attributes:
+        value: the result.
+        data: uint8.
+    """
+
+    value: Any
+    data: Any

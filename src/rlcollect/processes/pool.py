@@ -32,6 +32,7 @@ ADVICE = (
     "policy in a Collector, which needs no process, to find out more."
 )
 LET_GO, TERMINATE, KILL = 0.5, 1.5, 1.0  # seconds that each way of ending a process is given
+REPORTING = 5.0  # seconds that the server of processes may take to say how one has ended
 
 
 class ProcessPool:
@@ -331,13 +332,15 @@ class ProcessPool:
     def _died(self, worker: int) -> WorkerDied:
         process, stage = self._processes[worker], self.board.stage(worker)
         try:
-            process.join(KILL)
+            process.join(REPORTING)
             code = process.exitcode
         except ValueError:  # another thread has put it away by now
             code = None
         # it may end by itself when it is told to, with the code that shells give to signals
         number = -code if code is not None and code < 0 else (code or 0) - 128
-        if number in signal.valid_signals():
+        if code is None:
+            how = "ended, nobody knows how"
+        elif number in signal.valid_signals():
             how = f"was killed by {signal.Signals(number).name}"
             if number == signal.SIGKILL:
                 how += " (by somebody, or by the system for lack of memory)"

@@ -33,6 +33,14 @@ class Restarts:
         self._in_a_row = [0] * workers
         self._due = [0.0] * workers
 
+    def add(self, workers: int) -> None:
+        """There are so many more."""
+        self.counts += [0] * workers
+        self._last += [None] * workers
+        self._before += [deque[str](maxlen=REMEMBERED) for _ in range(workers)]
+        self._in_a_row += [0] * workers
+        self._due += [0.0] * workers
+
     def note(self, worker: int, cause: BaseException) -> None:
         """It broke down."""
         row = self._in_a_row[worker]
@@ -63,9 +71,10 @@ class Restarts:
         cause = self._last[worker]
         assert cause is not None
         of = "" if self._limit is None else f" of at most {self._limit}"
+        after = _told(cause).rstrip(".")
         return WorkerRestarted(
-            f"worker {worker} was replaced (restart {self.counts[worker]}{of}), after {_told(cause)}. Its lanes begin "
-            "new episodes; those under way are cut.",
+            f"worker {worker} was replaced (restart {self.counts[worker]}{of}), after {after}. Its lanes begin new "
+            "episodes; those under way are cut.",
             worker=worker,
             cause=cause,
         )

@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, Protocol
@@ -35,8 +35,8 @@ class Handler(Protocol):
 
     is_over: bool
 
-    def handle(self, command: Any, descriptors: list[int]) -> Any:
-        """The result of a command."""
+    def handle(self, command: Any, descriptors: Sequence[Any]) -> Any:
+        """The result of a command; what goes with it are file descriptors, or what its pool has in their place."""
 
     def withdraw(self, command: Any) -> Any:
         """The result of a command that is not to be done."""

@@ -57,6 +57,13 @@ class Sender(Protocol):
     def welcome(self, worker: int) -> Message | None:
         """What a worker that comes in the place of another is to be told first, to have the newest."""
 
+    def add(self, workers: int) -> None:
+        """There are so many more, which are sent the newest that was published for all.
+
+        Raises:
+            OptionError: this way has no room for more.
+        """
+
     def begin_anew(self, keep: Collection[Key], version: int) -> None:
         """Nothing that was published so far is wanted, but for these tensors.
 

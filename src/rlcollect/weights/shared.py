@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlcollect.errors import ClosedError
+from rlcollect.errors import ClosedError, OptionError
 from rlcollect.layout import Key, Leaf
 from rlcollect.processes.arena import Arena
 from rlcollect.weights.ends import Hand, Message
@@ -136,6 +136,14 @@ class SharedSender:
     def welcome(self, worker: int) -> Message:
         """See `Sender`."""
         return self._attachment(worker, self._places[worker])
+
+    def add(self, workers: int) -> None:  # noqa: ARG002
+        """See `Sender`: each taker has a word in memory that is there already.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError("Weights in shared memory are for as many workers as there were; others cannot be added.")
 
     def begin_anew(self, keep: Collection[Key], version: int) -> None:
         """See `Sender`."""

@@ -55,6 +55,7 @@ class ValueSender:
         self._hand = hand
         self._workers = tuple(range(workers))
         self._newest: dict[int, _Values] = {}
+        self._of_all: _Values | None = None  # what was published for all
         self._numbers = itertools.count()
 
     def prepare(self, workers: Sequence[int] | None) -> None:
@@ -67,6 +68,9 @@ class ValueSender:
             before = self._newest[worker].tensors if worker in self._newest else {}
             self._newest[worker] = _Values({**before, **copies}, version, next(self._numbers))
             self._hand(worker, Message(self._newest[worker]))
+        if workers is None:
+            before = self._of_all.tensors if self._of_all is not None else {}
+            self._of_all = _Values({**before, **copies}, version, 0)
 
     def _copy(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", self._dtypes[key], copy=True)
@@ -75,6 +79,15 @@ class ValueSender:
         """See `Sender`."""
         return Message(self._newest[worker]) if worker in self._newest else None
 
+    def add(self, workers: int) -> None:
+        """See `Sender`."""
+        first = len(self._workers)
+        self._workers = tuple(range(first + workers))
+        for worker in range(first, first + workers):
+            if self._of_all is not None:
+                self._newest[worker] = _Values(self._of_all.tensors, self._of_all.version, next(self._numbers))
+                self._hand(worker, Message(self._newest[worker]))
+
     def begin_anew(self, keep: Collection[Key], version: int) -> None:
         """See `Sender`."""
         for worker, values in list(self._newest.items()):
@@ -82,10 +95,11 @@ class ValueSender:
             self._newest[worker] = _Values(kept, version, next(self._numbers))
             if not kept:
                 del self._newest[worker]
+        self._of_all = None
 
     def let_go(self) -> None:
         """See `Sender`."""
-        self._newest = {}
+        self._newest, self._of_all = {}, None
 
 
 class ValueReceiver:

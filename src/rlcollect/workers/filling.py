@@ -15,7 +15,7 @@ from rlcollect.memory.slots import Slot
 from rlcollect.rollout.engine import Parts
 from rlcollect.workers.keeping import Keeping
 
-__all__ = ["Batches", "Filling", "Put", "Rings", "kept_leaves"]
+__all__ = ["Batches", "Filling", "LeftOut", "Put", "Rings", "kept_leaves"]
 
 Array = np.ndarray[Any, Any]
 
@@ -40,6 +40,37 @@ class Put(Protocol):
     def leave_out(self, frames: int) -> None:
         """So many of the frames that come first are not written: others are in their place."""
 
+    def finish(self) -> None:
+        """The rollout is made; all of it is in the buffer when this returns."""
+
+
+class LeftOut:
+    """How many of the frames that come next are not to be written."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    def those_of(self, valid: Array | None, lanes: int, start: int, stop: int) -> Array | None:
+        """Bool `[lanes, stop]`, which rows are to be written.
+
+        Args:
+            valid: bool `[lanes, stop]`, which rows are frames; None: all are.
+            lanes: how many.
+            start: the first that may be written.
+            stop: before which they end.
+
+        Returns:
+            None where all are, from `start` on.
+        """
+        if not self.frames:
+            return valid
+        valid = np.ones((lanes, stop), bool) if valid is None else valid.copy()
+        valid[:, :start] = False
+        first = np.argwhere(valid.T)[: self.frames]
+        valid[first[:, 1], first[:, 0]] = False
+        self.frames -= len(first)
+        return valid
+
 
 class Batches:
     """Writes to whatever takes TensorDicts. See `Put`.
@@ -62,6 +93,9 @@ class Batches:
     def leave_out(self, frames: int) -> None:
         """See `Put`."""
 
+    def finish(self) -> None:
+        """See `Put`: it is."""
+
 
 class Rings:
     """Writes to rings, one a lane. See `Put`.
@@ -75,7 +109,7 @@ class Rings:
     def __init__(self, writer: Writer, leaves: Sequence[Leaf], keeping: Keeping | None = None) -> None:
         self._writer = writer
         self._keeping = keeping
-        self._left_out = 0  # frames that are still to be
+        self._left_out = LeftOut()
         self._leaves = kept_leaves(leaves)
         self._seen: tuple[Slot | None, Columns] = None, {}
 
@@ -84,13 +118,15 @@ class Rings:
         if self._seen[0] is not slot:
             lanes = slice(None) if slot.lead else None
             self._seen = slot, {leaf.key: slot.tensors[leaf.key][lanes] for leaf in self._leaves}
-        self._writer.write(self._seen[1], stop, self._those_of(None, start, stop), start=start)
+        self._writer.write(
+            self._seen[1], stop, self._left_out.those_of(None, self._writer.lanes, start, stop), start=start
+        )
 
     def batch(self, batch: TensorDictBase) -> None:
         """See `Put`."""
         pieces = Pieces.of(columns_of(batch, self._leaves))
         steps = batch.batch_size[-1]
-        self._writer.write(pieces.columns, steps, self._those_of(pieces.valid, 0, steps))
+        self._writer.write(pieces.columns, steps, self._left_out.those_of(pieces.valid, self._writer.lanes, 0, steps))
 
     def begin(self, command: int) -> int:
         """See `Put`."""
@@ -98,18 +134,10 @@ class Rings:
 
     def leave_out(self, frames: int) -> None:
         """See `Put`."""
-        self._left_out = frames
+        self._left_out.frames = frames
 
-    def _those_of(self, valid: Array | None, start: int, stop: int) -> Array | None:
-        """Bool `[lanes, stop]`, which rows are written; None: all are."""
-        if not self._left_out:
-            return valid
-        valid = np.ones((self._writer.lanes, stop), bool) if valid is None else valid.copy()
-        valid[:, :start] = False
-        first = np.argwhere(valid.T)[: self._left_out]
-        valid[first[:, 1], first[:, 0]] = False
-        self._left_out -= len(first)
-        return valid
+    def finish(self) -> None:
+        """See `Put`: it is."""
 
 
 class Filling:

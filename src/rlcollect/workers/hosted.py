@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from rlcollect.rollout.engine import counts_of
 from rlcollect.rollout.episodes import COUNTER_BITS
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import lane_seed, seed_globals
+from rlcollect.workers.executing import executed
 from rlcollect.workers.interruptor import Stops
 from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.messages import (
@@ -25,6 +27,7 @@ from rlcollect.workers.messages import (
     Collect,
     Collected,
     Command,
+    Execute,
     Facts,
     Load,
     Report,
@@ -39,6 +42,7 @@ from rlcollect.workers.taking import Taking
 
 __all__ = ["HostedWorker"]
 
+HOLDER_BITS = 52  # of an id below the worker's number, where what it holds has workers, whose numbers are in its ids
 REMEMBERED = 100  # versions that frames of a rollout may still have
 NEEDED = ("rollout", "reset", "set_seed", "state_dict", "load_state_dict", "update_policy_weights_", "shutdown")
 
@@ -92,11 +96,13 @@ class HostedWorker:
         )
         if lacking := [name for name in NEEDED if not callable(getattr(self._collector, name, None))]:
             raise OptionError(f"collector_class={build.kind!r} lacks the method {lacking[0]!r}.")
-        lanes = int(getattr(self._collector, "num_envs", 1))
-        is_batched = build.where.num_envs is not None or is_sequence(build.create_env_fn)
+        lead = self._lead(build)
+        self._id_bits = COUNTER_BITS if getattr(self._collector, "num_workers", 1) == 1 else HOLDER_BITS
+        if hasattr(self._collector, "worker_idx"):
+            self._collector.worker_idx = build.worker
         self.facts = Facts(
-            num_lanes=lanes,
-            lead=(lanes,) if lanes > 1 or is_batched else (),
+            num_lanes=math.prod(lead),
+            lead=lead,
             leaves=None,
             action_space=None,
             may_deliver_short=True,
@@ -118,9 +124,18 @@ class HostedWorker:
             Save: self._save,
             Load: self._load,
             Run: self._run,
+            Execute: self._execute,
             Take: self._take,
             Close: self._close,
         }
+
+    def _lead(self, build: Build) -> tuple[int, ...]:
+        """The dimensions of its batches before time."""
+        if (told := getattr(self._collector, "batch_lead", None)) is not None:
+            return tuple(told)
+        lanes = int(getattr(self._collector, "num_envs", 1))
+        is_batched = build.where.num_envs is not None or is_sequence(build.create_env_fn)
+        return (lanes,) if lanes > 1 or is_batched else ()
 
     def handle(self, command: Command) -> Any:
         """Does it; the answer."""
@@ -166,7 +181,7 @@ class HostedWorker:
 
     def _marked(self, batch: TensorDictBase) -> TensorDictBase:
         marks: Mapping[str, Any] = {
-            "traj_ids": lambda ids: torch.where(ids < 0, ids, ids + (self._worker << COUNTER_BITS)),
+            "traj_ids": lambda ids: torch.where(ids < 0, ids, ids + (self._worker << self._id_bits)),
             "policy_version": self._of_the_pool,
             "worker": lambda workers: torch.full_like(workers, self._worker),
         }
@@ -213,6 +228,10 @@ class HostedWorker:
     def _run(self, command: Run) -> Any:
         self._enter("running a function")
         return self._collector.map_fn(command.fn)[0]
+
+    def _execute(self, command: Execute) -> Any:
+        self._enter("running a function")
+        return executed(self._collector, command.path, command.args, command.kwargs)
 
     def _close(self, command: Close) -> None:  # noqa: ARG002
         self.close()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlcollect.errors import ClosedError, OptionError, SpaceError, WorkerDied, WorkerError
+from rlcollect.errors import BufferDied, ClosedError, OptionError, SpaceError, WorkerDied, WorkerError
 from rlcollect.failures import warn
 from rlcollect.interfaces import RevivablePool
 from rlcollect.processes.channel import Held
@@ -72,6 +72,14 @@ class LastingPool:
         self._facts = facts
         self._own = [Report(warmup=each.warmup, numbers=(0,) * each.num_lanes) for each in facts]
 
+    def add(self, facts: Sequence[Facts]) -> None:
+        """There are more workers, which have said this of themselves."""
+        count = len(facts)
+        for counts in (self.restarts, self.dropped, self._rollouts, self._own_rollouts):
+            counts += [0] * count
+        self._past += [Report() for _ in range(count)]
+        self._own += [Report(warmup=each.warmup, numbers=(0,) * each.num_lanes) for each in facts]
+
     def __len__(self) -> int:
         return len(self._pool)
 
@@ -93,7 +101,7 @@ class LastingPool:
         """See `WorkerPool`. What goes with descriptors, and news, are not sent again: `Revival` has its own."""
         if isinstance(command, Close):  # the end
             self._revival = None
-        if self._revival is None:
+        if self._revival is None or worker >= len(self._own):  # it is not one of these yet
             return self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
         number = self.new_number() if number is None else number
         self._revival.note(worker, command)
@@ -162,6 +170,9 @@ class LastingPool:
         try:
             replies = self._pool.ready(seconds)
         except WorkerDied as error:
+            if self._pool.is_spent or error.worker >= len(self._own):
+                self.is_spent = self._pool.is_spent
+                raise
             self._failed(error.worker, error)
             return True
         failures = []
@@ -224,7 +235,7 @@ class LastingPool:
             if new:
                 revival.note_progress(worker)
             self.is_spent = True  # unless there is another attempt
-            if isinstance(cause, OptionError | SpaceError):
+            if isinstance(cause, BufferDied | OptionError | SpaceError):
                 raise cause
             wait = revival.wait_after(worker, cause)
             self.is_spent = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 
 from rlcollect.errors import OptionError
 from rlcollect.layout import Leaf
+from rlcollect.memory.flat import Flat
 from rlcollect.memory.replay.claims import Share
 from rlcollect.memory.shared import SlotPlan
 from rlcollect.options import How, What, Where
@@ -22,12 +23,14 @@ __all__ = [
     "Abandon",
     "AttachBuffer",
     "AttachInterruptor",
+    "AttachRemoteBuffer",
     "AttachSlots",
     "Build",
     "Close",
     "Collect",
     "Collected",
     "Command",
+    "Execute",
     "Facts",
     "Load",
     "Report",
@@ -139,6 +142,21 @@ class AttachBuffer(Command):
     """
 
     share: Share
+    by_step: bool
+
+
+@dataclass(frozen=True)
+class AttachRemoteBuffer(Command):
+    """Write frames to a replay buffer in an actor, whose handle goes with this. Answer: None.
+
+    Attributes:
+        writer: its number there.
+        told: what the buffer is, in words.
+        by_step: whether each step goes there at once.
+    """
+
+    writer: int
+    told: str
     by_step: bool
 
 
@@ -260,6 +278,21 @@ class Run(Command):
 
     title: ClassVar[str] = "map_fn"
     fn: Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Execute(Command):
+    """Use what a path names, of the collector that a worker holds. Answer: what it gives.
+
+    Attributes:
+        path: from the collector on, by attributes and indices.
+        args, kwargs: for what stands there, which is called with them; an attribute that is no function is the answer.
+    """
+
+    title: ClassVar[str] = "cascade_execute"
+    path: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -406,7 +439,8 @@ class Collected:
         steps: T, as far as it was made.
         room: the steps that its memory is divided for.
         frames: in all lanes.
-        batch: where it does not lie in shared memory, or is in a buffer.
+        batch: where it does not lie in memory that the program sees, or is in a buffer; flat where its tensors are
+            beside.
         report: how the worker is doing.
         number: how many rollouts the worker has made, with this one.
         version: of the weights that it was made with, the last.
@@ -417,7 +451,7 @@ class Collected:
     steps: int
     room: int
     frames: int
-    batch: TensorDictBase | None
+    batch: TensorDictBase | Flat | None
     report: Report
     number: int
     version: int

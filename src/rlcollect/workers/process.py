@@ -24,13 +24,14 @@ from rlcollect.workers.messages import (
     Collect,
     Collected,
     Command,
+    Execute,
     Run,
     SchemeMessage,
     Withdrawn,
 )
 from rlcollect.workers.worker import STAGES, Worker
 
-__all__ = ["packed_builds", "start_pool"]
+__all__ = ["Handling", "packed_builds", "start_pool"]
 
 CALLED_THERE = ("policy_factory", "pre_collect_hook", "post_collect_hook")
 
@@ -82,11 +83,11 @@ class _Maker:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def __call__(self, worker: int, row: Row) -> _Process:
-        return _Process(worker, row, self._threads)
+    def __call__(self, worker: int, row: Row) -> Handling:
+        return Handling(worker, row, self._threads)
 
 
-class _Process:
+class Handling:
     """Handles the commands of a worker that has this process for itself.
 
     Attributes:
@@ -103,13 +104,13 @@ class _Process:
         self._row = row
         self._worker: Worker | HostedWorker | None = None
         self._stops = Stops(row.is_to_stop, row.live)
-        self._early: list[tuple[SchemeMessage, Sequence[int]]] = []
+        self._early: list[tuple[SchemeMessage, Sequence[Any]]] = []
         self.is_over = False
         self._ends_by_failure = False
         torch.set_num_threads(threads)
         row.enter("importing what it was sent")
 
-    def handle(self, command: Command, descriptors: Sequence[int]) -> Any:
+    def handle(self, command: Command, descriptors: Sequence[Any]) -> Any:
         """The answer to a command."""
         try:
             return self._handled(command, descriptors)
@@ -119,7 +120,11 @@ class _Process:
         finally:
             self._row.enter("waiting for a command")
 
-    def _handled(self, command: Command, descriptors: Sequence[int]) -> Any:
+    def _memory_for(self, command: AttachSlots, descriptors: Sequence[Any]) -> Any:
+        """Where rollouts are to lie: shared memory that the program has given."""
+        return Arena.attached(descriptors[0], command.plan.nbytes)
+
+    def _handled(self, command: Command, descriptors: Sequence[Any]) -> Any:
         if isinstance(command, Build):
             self._row.enter("importing what it was sent")
             sent = {name: getattr(command, name) for name in ("create_env_fn", "policy", "receiver")}
@@ -143,7 +148,7 @@ class _Process:
             return None
         assert self._worker is not None
         if isinstance(command, AttachSlots):
-            return self._worker.attach_slots(command, Arena.attached(descriptors[0], command.plan.nbytes))
+            return self._worker.attach_slots(command, self._memory_for(command, descriptors))
         if isinstance(command, AttachBuffer):
             assert isinstance(self._worker, Worker)
             put = Rings(command.share.open(descriptors), self._worker.engine.leaves, self._worker.keeping)
@@ -153,7 +158,7 @@ class _Process:
         if isinstance(command, AttachInterruptor):
             return self._stops.attach(Arena.attached(descriptors[0], command.nbytes))
         result = self._worker.handle(command)
-        if isinstance(command, Run):  # opened where somebody waits for it
+        if isinstance(command, Run | Execute):  # opened where somebody waits for it
             return Parcel.of(result)
         if isinstance(result, Collected):
             self._row.beat(result.report.steps)

@@ -54,6 +54,16 @@ class Revival:
         self._seeds: dict[int, Seed] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}
 
+    def take_prefixes(self, count: int) -> int:
+        """So many prefixes that nobody else gets; the first."""
+        first, self.prefixes = self.prefixes, self.prefixes + count
+        return first
+
+    def add(self, builds: Sequence[Build]) -> None:
+        """There are more workers, made from these, each with a prefix that was taken for it."""
+        self._builds += builds
+        self._restarts.add(len(builds))
+
     def note(self, worker: int, command: Command | None) -> None:
         """This was sent: a child of a seed, and weights of a state, are for those that come after too."""
         if isinstance(command, Seed):
@@ -90,7 +100,7 @@ class Revival:
             warmup: random frames that each of its lanes still owes.
             numbers: of the episode that each begins with.
         """
-        prefix, self.prefixes = self.prefixes, self.prefixes + 1
+        prefix = self.take_prefixes(1)
         loaded = self._loaded.get(worker, {})
         return replace(
             self._builds[worker],

@@ -339,6 +339,7 @@ class Worker:
         )
         if self.engine.may_deliver_short:
             filling.put.batch(batch)
+        filling.put.finish()
         return batch
 
     def _take(self, command: Take | None = None) -> int:  # noqa: ARG002

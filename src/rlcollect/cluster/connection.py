@@ -1,0 +1,157 @@
+"""The connection to a cluster, and whether what is wanted of it is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import ray
+
+from rlcollect.errors import OptionError
+
+__all__ = ["Connection", "check_demand", "demand_of", "end_ray", "session"]
+
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # by the option of an actor
+REACHING = 5.0  # seconds in which who listens at an address answers
+
+
+class Connection:
+    """A lease of this process's connection to Ray, of which there is one.
+
+    A cluster that was started here is shut down when the last lease of it ends. One that was there before, or a
+    connection that the program made itself, is left as it is.
+
+    Attributes:
+        session: whose lease it is: a program that shuts Ray down and connects again has another.
+
+    Args:
+        options: of `ray.init`. With an `address` that cluster; without one a running cluster of this machine, or what
+            `RAY_ADDRESS` names; where there is none, one is started in this machine.
+
+    Raises:
+        OptionError: there is no cluster at that address.
+    """
+
+    _leases: ClassVar[weakref.WeakSet[Connection]] = weakref.WeakSet()  # of a cluster that was started here
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        if ray.is_initialized():
+            _check_same(options.get("address"))
+            is_ours = any(lease.session == session() for lease in self._leases)
+        else:
+            is_ours = _connected(options)
+        self.session: str = session()
+        if is_ours:
+            self._leases.add(self)
+
+    def close(self) -> None:
+        """Ends the lease. Safe to call again."""
+        if self in self._leases:
+            self._leases.discard(self)
+            is_last = not any(lease.session == self.session for lease in self._leases)
+            if is_last and ray.is_initialized() and session() == self.session:
+                end_ray()
+
+
+def session() -> str:
+    """What Ray calls this connection; only where there is one."""
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def end_ray() -> None:
+    """Shuts Ray down for this process, whoever uses it, with a cluster that was started here. Safe to call again."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+def _connected(options: Mapping[str, Any]) -> bool:
+    """Connects; whether a cluster was started for that."""
+    given = {"log_to_driver": False, "include_dashboard": False, "logging_level": logging.WARNING, **options}
+    address = given.get("address")
+    if isinstance(address, str) and "://" in address:
+        raise OptionError(
+            f"address={address!r} is one of a Ray client; run the program on a node of the cluster, with its address "
+            "as host:port, or without one."
+        )
+    if isinstance(address, str) and ":" in address:
+        _check_reachable(address)
+    try:
+        context: Any = ray.init(**given)
+    except (ConnectionError, TypeError, ValueError) as error:  # as Ray says that a cluster, or an option, is not there
+        raise OptionError(
+            f"Ray could not be reached or started with ray_init_config={dict(options)!r}: {error}"
+        ) from error
+    by = str(context.address_info.get("session_dir", "")).rpartition("_")[2]  # ends with the number of who started it
+    return address in (None, "local") and by == str(os.getpid())
+
+
+def _check_reachable(address: str) -> None:
+    """Whether anybody listens there: Ray would try for minutes.
+
+    Raises:
+        OptionError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=REACHING):
+            return
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"There is no Ray cluster at address={address!r} (ray_init_config): {error}. Start one there (ray start "
+            "--head), or leave the address out: then one is started in this machine."
+        ) from error
+
+
+def _check_same(address: Any) -> None:
+    """Whether an address is that of the cluster that this program is connected to.
+
+    Raises:
+        OptionError: it is another one.
+    """
+    known = ray.get_runtime_context().gcs_address
+    own = isinstance(address, str) and address.replace("localhost", "127.0.0.1")
+    if own and ":" in own and known not in (own, own.replace("127.0.0.1", known.rpartition(":")[0])):
+        raise OptionError(
+            f"ray_init_config has address={address!r}, and this program is connected to the cluster at {known} "
+            "already, of which it has one. Call ray.shutdown() first, or leave the address out."
+        )
+
+
+def demand_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor with these options asks for, by resource."""
+    asked = {name: float(config.get(option) or 0.0) for option, name in RESOURCES.items()}
+    asked |= {name: float(amount) for name, amount in (config.get("resources") or {}).items()}
+    return {name: amount for name, amount in asked.items() if amount}
+
+
+def check_demand(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Whether a cluster has what actors need: they would wait for ever.
+
+    Raises:
+        OptionError: it has not, all together or in any one of its nodes.
+    """
+    there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes: list[Mapping[str, float]] = [node["Resources"] for node in alive]
+    total: dict[str, float] = {}
+    for config in configs:
+        asked = demand_of(config)
+        for name, amount in asked.items():
+            total[name] = total.get(name, 0.0) + amount
+            if not any(node.get(name, 0.0) >= amount for node in nodes):
+                most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+                raise OptionError(
+                    f"A remote asks for {amount:g} {name}, and no node of the cluster has more than {most:g} "
+                    "(remote_configs=). Ask for less, or add a larger node."
+                )
+    for name, amount in total.items():
+        if amount > there.get(name, 0.0) + 1e-9:
+            raise OptionError(
+                f"{len(configs)} remotes ask for {amount:g} {name} in all, and the cluster has "
+                f"{there.get(name, 0.0):g}. "
+                "Ask for less of each (remote_configs=), make fewer (num_collectors=), or add nodes first."
+            )

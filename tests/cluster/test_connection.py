@@ -1,0 +1,80 @@
+"""How a program gets to a cluster, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def ran(code: str) -> str:
+    """What a program of its own wrote."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_without_ray_the_class_says_how_to_install_it():
+    code = """
+        import sys
+        sys.modules["ray"] = None
+        from rlcollect import RayCollector, RayReplayBuffer
+        for make in (lambda: RayCollector("CartPole-v1", frames_per_batch=4), lambda: RayReplayBuffer(10)):
+            try:
+                make()
+            except ImportError as error:
+                print(error)
+    """
+    assert ran(code).count("pip install 'rlcollect[ray]'") == 2
+
+
+def test_an_address_where_nobody_is_is_refused_at_once():
+    code = """
+        from rlcollect import OptionError, RayCollector
+        for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
+            try:
+                RayCollector("CartPole-v1", frames_per_batch=4, ray_init_config={"address": address})
+            except OptionError as error:
+                print(error)
+    """
+    told = ran(code)
+    assert "There is no Ray cluster at address='127.0.0.1:9'" in told
+    assert "is one of a Ray client" in told
+
+
+@pytest.mark.cluster
+def test_who_starts_ray_shuts_it_down_when_nobody_uses_it():
+    code = """
+        import os
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        import ray
+        from rlcollect import RayCollector
+        own = {"frames_per_batch": 4, "remote_configs": {"num_cpus": 0.1}}
+        first = RayCollector("CartPole-v1", ray_init_config={"num_cpus": 2, "address": "local"}, **own)
+        second = RayCollector("CartPole-v1", **own)
+        first.next()
+        first.shutdown()
+        assert ray.is_initialized()
+        second.next()
+        second.shutdown()
+        second.shutdown()
+        assert not ray.is_initialized()
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        third = RayCollector("CartPole-v1", **own)
+        third.shutdown()
+        assert ray.is_initialized(), "it was there before"
+        fourth = RayCollector("CartPole-v1", **own)
+        fourth.shutdown(timeout=1.0, shutdown_ray=True)
+        assert not ray.is_initialized()
+    """
+    ran(code)
