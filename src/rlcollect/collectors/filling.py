@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -13,12 +15,15 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlcollect.collectors.gather import Made
 from rlcollect.devices import CPU
-from rlcollect.errors import OptionError
-from rlcollect.layout import Leaf, nested
+from rlcollect.errors import BufferDied, ClosedError, OptionError
+from rlcollect.layout import Leaf
+from rlcollect.memory.flat import Room, flattened
 from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.replay.claims import Claim
+from rlcollect.memory.replay.others import dims_of, extend_other, make_room
+from rlcollect.memory.replay.remote import RayReplayBuffer, RemoteClaim, let_go
 from rlcollect.memory.replay.rows import parts_of
-from rlcollect.memory.replay.table import IDS, MASK, columns_of, leaves_of
+from rlcollect.memory.replay.table import IDS, columns_of, leaves_of
 from rlcollect.memory.replay.tails import Marks
 from rlcollect.memory.replay.writing import Pieces, Writer
 from rlcollect.options import Sink
@@ -26,20 +31,22 @@ from rlcollect.workers.filling import kept_leaves
 from rlcollect.workers.messages import Facts
 
 __all__ = [
+    "ByRemotes",
     "ByWorkers",
     "Filling",
     "ToOthers",
+    "ToRemote",
     "ToRings",
     "are_written_there",
-    "as_others_take_it",
+    "can_be_sent",
     "check_buffer",
-    "extend_other",
     "filled_here",
     "ids_in",
     "lanes_of",
     "prepare_other",
 ]
 
+WORKER = ("collector", "worker")
 MOST_OPEN = 65536  # episodes that may be under way
 
 
@@ -62,7 +69,7 @@ class ByWorkers:
         writer: of the rings that they write to; None: what they wrote cannot be counted there.
     """
 
-    def __init__(self, writer: Writer | None = None) -> None:
+    def __init__(self, writer: Writer | RemoteClaim | None = None) -> None:
         self._writer = writer
         self._counted = 0
         self.count_all()
@@ -81,6 +88,24 @@ class ByWorkers:
             return 0
         before, self._counted = self._counted, self._writer.written - waiting
         return self._counted - before
+
+
+class ByRemotes(ByWorkers):
+    """Workers have written it already, to a buffer in an actor. See `Filling`.
+
+    Args:
+        claim: what they write by.
+    """
+
+    def __init__(self, claim: RemoteClaim) -> None:
+        super().__init__(claim)
+
+    def count_all(self, waiting: int = 0) -> int:
+        """See `ByWorkers`: none, if the buffer is gone."""
+        try:
+            return super().count_all(waiting)
+        except (BufferDied, ClosedError):
+            return 0
 
 
 class ToRings:
@@ -163,6 +188,43 @@ class ToOthers:
             extend_other(self._buffer, part)
 
 
+class ToRemote:
+    """Writes it to a buffer in an actor, where it is done as it would be here. See `Filling`.
+
+    Args:
+        buffer: the buffer.
+        sink: what is done with batches before.
+        num_envs: lanes of a worker.
+        workers: how many there are.
+        keep: has something called at the end.
+    """
+
+    def __init__(
+        self, buffer: RayReplayBuffer, sink: Sink, num_envs: int, workers: int, keep: Callable[..., Any]
+    ) -> None:
+        names = ("split_trajs", "fragment_len", "trajs_per_batch")
+        given = {name: getattr(sink, name) for name in names}
+        self._room = Room()
+        self._line, self._timeout = buffer.line, buffer.timeout
+        self._number = self._line.call(
+            "take_by", partial(_taken_there, given, num_envs, workers), group="write", timeout=self._timeout
+        )
+        keep(partial(let_go, self._line, self._number))
+
+    def __call__(self, batch: Any, made: Made) -> None:
+        """See `Filling`."""
+        check_batch_to_keep(batch)
+        flat, data = flattened(batch, self._room)
+        known = made.batch.select(WORKER, strict=False).cpu() if made.is_rollouts else TensorDict()
+        there = replace(made, batch=known, late=())
+        self._line.call("take", self._number, flat, there, data=data, group="write", timeout=self._timeout)
+
+
+def _taken_there(given: Mapping[str, Any], num_envs: int, workers: int, buffer: Any, keep: Callable[..., Any]) -> Any:
+    """What writes batches, in the actor."""
+    return filled_here(Sink(replay_buffer=buffer, **given), num_envs, workers, keep)
+
+
 def check_batch_to_keep(batch: Any) -> None:
     """Whether what a post-processing returned can be written.
 
@@ -176,38 +238,6 @@ def check_batch_to_keep(batch: Any) -> None:
         )
 
 
-def _dims_of(buffer: Any) -> int:
-    """Dimensions of the storage of a buffer that is not ours."""
-    dims = getattr(_storage_of(buffer), "ndim", 1)
-    return dims if isinstance(dims, int) else 1
-
-
-def _storage_of(buffer: Any) -> Any:
-    return getattr(buffer, "storage", None) or getattr(buffer, "_storage", None)
-
-
-def extend_other(buffer: Any, batch: TensorDictBase) -> None:
-    """Writes a batch to a buffer that is not ours."""
-    frames = as_others_take_it(buffer, batch)
-    if frames.numel():
-        buffer.extend(frames)
-
-
-def as_others_take_it(buffer: Any, batch: TensorDictBase) -> TensorDictBase:
-    """A batch as a buffer that is not ours takes it.
-
-    Returns:
-        `[F]`, frame by frame, lane after lane, without rows that are none; or, where its storage has several
-        dimensions, `[lanes, T]`, time last.
-    """
-    dims = _dims_of(buffer)
-    if dims > 1:
-        lanes = math.prod(batch.batch_size[:-1])
-        return batch if batch.batch_dims == dims else batch.reshape(lanes, batch.batch_size[-1])
-    mask = batch.get(MASK, None)
-    return batch.reshape(-1) if mask is None else batch[mask]
-
-
 def prepare_other(sink: Sink, facts: Sequence[Facts]) -> None:
     """A lazy storage of TorchRL's has its memory before the first rollout, where it is known what frames hold.
 
@@ -215,25 +245,13 @@ def prepare_other(sink: Sink, facts: Sequence[Facts]) -> None:
         OptionError: single steps for a storage of several dimensions.
     """
     buffer, leaves = sink.replay_buffer, facts[0].leaves
-    if _dims_of(buffer) > 1 and not sink.extend_buffer:
+    if dims_of(buffer) > 1 and not sink.extend_buffer:
         raise OptionError(
             "extend_buffer=False does not go with a storage of several dimensions (ndim=), to which TorchRL does not "
             "add single steps: use a storage of one, or whole rollouts (extend_buffer=True)."
         )
-    storage = _storage_of(buffer)
-    init = getattr(storage, "_init", None)
-    if (
-        getattr(storage, "initialized", True)
-        or _dims_of(buffer) > 1
-        or leaves is None
-        or init is None
-        or sink.changes_rollouts
-    ):
-        return
-    frame = TensorDict(
-        nested((leaf.key, torch.zeros(leaf.shape, dtype=leaf.dtype)) for leaf in kept_leaves(leaves)), []
-    )
-    init(frame)
+    if leaves is not None and not sink.changes_rollouts:
+        make_room(buffer, kept_leaves(leaves))
 
 
 def ids_in(buffer: Any) -> int:
@@ -261,6 +279,13 @@ def check_buffer(sink: Sink) -> None:
         )
 
 
+def can_be_sent(sink: Sink, facts: Sequence[Facts], devices: Sequence[torch.device | None]) -> bool:
+    """Whether workers in actors can write frames to a buffer in another: nothing is to be done with rollouts before."""
+    have_form = all(each.leaves is not None for each in facts)
+    is_there = isinstance(sink.replay_buffer, RayReplayBuffer)
+    return is_there and have_form and not sink.changes_rollouts and {*devices} <= {None, CPU}
+
+
 def are_written_there(sink: Sink, facts: Sequence[Facts], devices: Sequence[torch.device | None]) -> bool:
     """Whether workers write frames themselves: nothing is to be done with rollouts before."""
     buffer = sink.replay_buffer
@@ -286,7 +311,7 @@ def lanes_of(made: Made, num_envs: int, lanes: int) -> Sequence[int]:
         return range(here)
     if made.workers is not None:
         return [worker * num_envs + lane for worker in made.workers for lane in range(num_envs)]
-    first = batch["collector", "worker"].reshape(here, -1)[:, 0].cpu().numpy()
+    first = batch[WORKER].reshape(here, -1)[:, 0].cpu().numpy()
     found: list[int] = (first * num_envs + np.arange(here) % num_envs).tolist()
     return found
 
@@ -313,6 +338,8 @@ def filled_here(sink: Sink, num_envs: int, workers: int, keep: Callable[[Callabl
     buffer = sink.replay_buffer
     if buffer is None:
         return None
+    if isinstance(buffer, RayReplayBuffer):
+        return ToRemote(buffer, sink, num_envs, workers, keep)
     if not isinstance(buffer, ReplayBuffer):
         return ToOthers(buffer, by_step=not sink.extend_buffer)
     if not sink.extend_buffer:
