@@ -1,6 +1,8 @@
 """`python -m rlcollect`: the command line."""
 
+import sys
+
 from rlcollect.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+
 import pytest
 
 from rlcollect.errors import RlcollectError
@@ -66,6 +69,14 @@ def test_options_that_make_no_sense_end_with_status_2(
     assert error.startswith("error: ")
     assert told in error
     assert "Traceback" not in error
+
+
+def test_the_module_ends_with_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlcollect", "collect", "CartPole-v1", "--frames", "0", "--out", "run"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("rlcollect", run_name="__main__")
+    assert ended.value.code == 2
+    assert "--frames" in capsys.readouterr().err
 
 
 def test_an_unknown_environment_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from rlcollect.cli.modules import attribute_of, imported
 from rlcollect.cli.programs import load_program
 from rlcollect.errors import OptionError, PolicyError
 
-__all__ = ["Policy", "load_policy"]
+__all__ = ["PROGRAM_SUFFIX", "Policy", "load_policy"]
 
 RANDOM = "random"
 PROGRAM_SUFFIX = ".pt2"
