@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,31 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 EXAMPLES = [
     pytest.param(code, kind, id=f"{page.name}-{i}")
     for page in PAGES
-    for i, (kind, code) in enumerate(re.findall(r"```python( interop)?\n(.*?)```", page.read_text(), re.S))
+    for i, (kind, code) in enumerate(re.findall(r"```python( interop| ray)?\n(.*?)```", page.read_text(), re.S))
 ]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl")
 @pytest.mark.parametrize(("code", "kind"), EXAMPLES)
 def test_examples_run(code: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind:
+    if kind == " interop":
         pytest.importorskip("torchrl", reason="an example with TorchRL, which the extra `interop` installs")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+    with _own_ray(monkeypatch) if kind == " ray" else nullcontext():
+        exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+@contextmanager
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That of the tests, if it runs, else one that is gone afterwards; whatever else runs on the machine."""
+    ray = pytest.importorskip("ray", reason="an example with Ray, which the extra `ray` installs")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is left in the home of who runs the tests
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address="local", num_cpus=2, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 def test_pictures_are_of_what_is_delivered() -> None:
