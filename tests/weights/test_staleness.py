@@ -220,10 +220,11 @@ def collecting(kind, lag, policy=None, makers=None, **options):
 
 
 def publish(collector, value=None):
-    """The next version, whose weights are its number."""
+    """The next version, whose weights are its number; those of the policy here too, which a state has."""
     number = collector.policy_version + 1
-    weights = {"weight": torch.tensor([float(number)])}
-    assert collector.update_policy_weights_(weights) == number
+    with torch.no_grad():
+        collector.policy.weight.fill_(float(number))
+    assert collector.update_policy_weights_() == number
 
 
 def lags(collector, batch):
