@@ -32,7 +32,7 @@ $(INTEROP): $(READY)
 	touch $(INTEROP)
 
 interop: $(INTEROP)
-	$(BIN)/pytest tests/interop
+	$(BIN)/pytest -n 2 --dist worksteal tests/interop
 	$(BIN)/pytest -n 2 --dist worksteal -m "cluster and not slow" tests/cluster tests/cli tests/workers/test_pool_contract.py
 
 slow: $(READY)
