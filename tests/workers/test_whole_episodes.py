@@ -393,7 +393,8 @@ class TestTalkingToIt:
         for tag, number, _ in seen.episodes:
             first_two[tag].append(number)
         for numbers in first_two.values():
-            assert numbers[:2] == [0, 1], "those that were made before come first"
+            # of a worker that is late there may be only one by now
+            assert numbers[:2] == [0, 1][: len(numbers)], "those that were made before come first"
 
     def test_weights_are_published_once_a_batch(self, monkeypatch):
         """Also where the delivery of one is broken off, and made up for."""
