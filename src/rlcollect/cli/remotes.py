@@ -10,8 +10,6 @@ from rlcollect.errors import RlcollectError
 
 __all__ = ["collector_on_ray"]
 
-USUAL_CPUS = 1.0  # of a remote
-
 
 def collector_on_ray(
     environments: Sequence[str], policy: Any, *, address: str | None, cpus: float | None, **options: Any
@@ -22,7 +20,7 @@ def collector_on_ray(
         environments: ids, one a remote.
         policy: what a collector takes.
         address: of the cluster; None: one that runs, or one that is started here.
-        cpus: that Ray sets aside for each remote; None: one.
+        cpus: that Ray sets aside for each remote; None: as a `RayCollector` does.
         **options: of any collector.
 
     Raises:
@@ -36,7 +34,7 @@ def collector_on_ray(
             sync=True,
             cat_results=0,
             ray_init_config={"address": address, "logging_level": "ERROR"},
-            remote_configs={"num_cpus": USUAL_CPUS if cpus is None else cpus},
+            remote_configs=None if cpus is None else {"num_cpus": cpus},
             **options,
         )
     except ImportError as error:

@@ -25,7 +25,7 @@ from rlcollect.cluster.objects import seen
 from rlcollect.errors import ClosedError, OptionError, WorkerDied
 from rlcollect.processes.board import Row
 from rlcollect.processes.channel import Held
-from rlcollect.processes.crossing import packed, unpacked
+from rlcollect.processes.crossing import unpacked
 from rlcollect.processes.messages import Reply, Request
 from rlcollect.processes.serve import Handler
 
@@ -112,7 +112,6 @@ class ActorPool:
         make: a function of a module: from a worker's number and its row of a board to a `Handler`.
         configs: of each worker what `ray.remote` takes: resources, placement.
         stages: what workers may be doing.
-        name: of the actors, for Ray's dashboard.
     """
 
     def __init__(
@@ -121,7 +120,6 @@ class ActorPool:
         configs: Sequence[Mapping[str, Any]],
         *,
         stages: Sequence[str],
-        name: str = "worker",
     ) -> None:
         self.is_spent = False
         self.patience = LET_GO
@@ -129,7 +127,6 @@ class ActorPool:
         self._make = make
         self._configs = [dict(config) for config in configs]
         self._stages = tuple(stages)
-        self._name = name
         self._numbers = itertools.count(1)
         self._is_open = True
         self._owner = os.getpid()
@@ -180,7 +177,7 @@ class ActorPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rollouts that are in the object store at most, of those that were asked for and not taken."""
+        """Bytes of rollouts that have come and were not taken."""
         return sum(reply.beside.nbytes for reply in self._heard if reply.beside is not None)
 
     @property
@@ -216,10 +213,8 @@ class ActorPool:
         Raises:
             OptionError: it cannot be pickled. Nothing was sent.
         """
-        is_plain, title = getattr(command, "is_plain", False), getattr(command, "title", "command")
-        body = pickle.dumps(command) if is_plain else packed(command, title)
         number = self.new_number() if number is None else number
-        request = Request(number, body, in_turn, is_news=getattr(command, "is_news", False))
+        request = Request.of(number, command, in_turn=in_turn)
         with Held():
             self._check(worker)
             member = self._members[worker]
@@ -377,7 +372,9 @@ class ActorPool:
     def told(self, worker: int) -> str:
         """See `WorkerPool`."""
         member = self._members[worker]
-        if self._is_there() and worker not in self._retired:
+        if not self._is_there():
+            return f"worker {worker} ({member.pulse.told}, before Ray was shut down)"
+        if worker not in self._retired:
             with suppress(RayError):  # then it is as it was heard last
                 member.note(ray.get(member.actor.pulse.remote(), timeout=TELLING))
         if not member.pulse.node:

@@ -40,7 +40,7 @@ from rlcollect.workers.messages import Build, Command, Facts
 from rlcollect.workers.process import packed_builds
 from rlcollect.workers.revival import Attachment, Revival
 
-__all__ = ["START_HINT", "Apart", "check_like", "check_maker", "sent_to"]
+__all__ = ["START_HINT", "Apart", "check_like", "check_maker", "sent_to", "unwhole"]
 
 START_HINT = "Allow more time (start_timeout=), or look at what it does there."
 NOT_HOSTED = frozenset(  # options that a hosted collector does not get: they are the pool's, or the worker's
@@ -355,10 +355,7 @@ class Apart(BaseCollector):
             OptionError: weights are to be published before each batch, whatever the program does to them meanwhile.
         """
         if self._workers.update_at_each_batch:
-            raise OptionError(
-                "start() does not go with update_at_each_batch=True: the policy would be published in the midst of a "
-                "step of its optimiser. Call update_policy_weights_() where it is whole."
-            )
+            raise unwhole("update_at_each_batch=True")
 
     def _before_batch(self) -> None:
         is_due = self._way.rests or self._batches > 0
@@ -424,6 +421,14 @@ def _dismiss(crew: Crew, owner: int) -> None:
 def _restore_threads(here: int, before: int) -> None:
     if torch.get_num_threads() == here:  # else somebody else has a say by now
         torch.set_num_threads(before)
+
+
+def unwhole(option: str) -> OptionError:
+    """Why `start()` does not go with an option that publishes the policy by itself."""
+    return OptionError(
+        f"start() does not go with {option}: the policy would be published in the midst of a step of its optimiser. "
+        "Call update_policy_weights_() where it is whole."
+    )
 
 
 def check_maker(worker: int, source: Any) -> None:

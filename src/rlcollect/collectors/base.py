@@ -17,7 +17,7 @@ from rlcollect.collectors.opened import Guard, in_turn
 from rlcollect.collectors.replaying import replayed
 from rlcollect.collectors.running import Running
 from rlcollect.errors import OptionError
-from rlcollect.processes.crossing import Parcel
+from rlcollect.processes.crossing import opened
 from rlcollect.stats import Spread, Stats, TimeShares
 from rlcollect.weights.naming import module_of, weights_of
 from rlcollect.workers.messages import Load, Report, Reset, Run, Save, Saved, Seed
@@ -48,8 +48,7 @@ class BaseCollector(Running):
             What it raises; the collector stays open.
         """
         self._check_open()
-        answers = self._asked({worker: Run(fn) for worker in range(self.num_workers)})
-        return [answer.opened() if isinstance(answer, Parcel) else answer for answer in answers]
+        return [*map(opened, self._asked({worker: Run(fn) for worker in range(self.num_workers)}))]
 
     @in_turn
     def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:

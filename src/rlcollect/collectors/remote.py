@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from rlcollect.cluster.needed import needed
+from rlcollect.collectors.apart import unwhole
 from rlcollect.collectors.arguments import worker_numbers
 from rlcollect.collectors.crew import Crew
 from rlcollect.collectors.filling import ByRemotes, Filling, can_be_sent, filled_here, prepare_other
@@ -22,7 +24,7 @@ from rlcollect.errors import OptionError
 from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.shared import Groups
 from rlcollect.options import How, Remotes, Sink, Stacking, Staleness, Sync, What, Where, Workers
-from rlcollect.processes.crossing import Parcel
+from rlcollect.processes.crossing import opened
 from rlcollect.stats import Stats
 from rlcollect.weights.objects import RayWeightSyncScheme
 from rlcollect.weights.scheme import WeightSyncScheme
@@ -33,7 +35,6 @@ from rlcollect.workers.models import POLICY
 
 __all__ = ["RayCollector"]
 
-INSTALL = "RayCollector needs Ray, which is not installed here: pip install 'rlcollect[ray]'."
 KINDS = {"single": None, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
@@ -116,13 +117,9 @@ class RayCollector(Growing):
             )
 
     def _pool(self, builds: Sequence[Build]) -> LastingPool:
-        try:
+        with needed("RayCollector"):
             from rlcollect.cluster.connection import Connection, check_demand, end_ray
             from rlcollect.workers.remote import start_actors
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise ImportError(INSTALL) from error
         configs = self._remotes.configs(len(builds))
         connection = Connection(self._remotes.ray_init_config or {})
         self._end_ray: Callable[[], None] = end_ray
@@ -145,10 +142,7 @@ class RayCollector(Growing):
     def _go_apart(self) -> None:
         super()._go_apart()
         if self._remotes.max_weight_update_interval != -1:
-            raise OptionError(
-                "start() does not go with max_weight_update_interval=: the policy would be published in the midst of a "
-                "step of its optimiser. Call update_policy_weights_() where it is whole."
-            )
+            raise unwhole("max_weight_update_interval=")
 
     def _note_delivered(self, made: Made) -> None:
         for remote in range(self.num_workers) if made.worker is None else [made.worker]:  # whole episodes are of many
@@ -208,8 +202,7 @@ class RayCollector(Growing):
         self._check_open()
         chosen = worker_numbers(worker_ids, [torch.device(facts.policy_device) for facts in self._facts])
         remotes = range(self.num_workers) if chosen is None else chosen
-        answers = self._asked({remote: Execute(attr_path, args, kwargs) for remote in remotes})
-        return [answer.opened() if isinstance(answer, Parcel) else answer for answer in answers]
+        return [*map(opened, self._asked({remote: Execute(attr_path, args, kwargs) for remote in remotes}))]
 
     def stats(self) -> Stats:
         """See `BaseCollector`; with what is in Ray's object store for this collector."""

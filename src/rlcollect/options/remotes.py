@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rlcollect.errors import OptionError
@@ -70,8 +70,9 @@ class Remotes:
         if self.max_weight_update_interval != -1:
             number = positive("max_weight_update_interval", self.max_weight_update_interval)
             object.__setattr__(self, "max_weight_update_interval", number)
-        for name, usual in (("max_in_flight", 2), ("max_weight_update_interval", -1)):
-            if self.sync and (given := getattr(self, name)) != usual:
+        usual = {field.name: field.default for field in fields(self)}
+        for name in ("max_in_flight", "max_weight_update_interval"):
+            if self.sync and (given := getattr(self, name)) != usual[name]:
                 raise OptionError(f"{name}={given!r} does not go with sync=True: remotes rest between two batches.")
         for name in ("collector_kwargs", "remote_configs"):
             given = getattr(self, name)

@@ -21,7 +21,7 @@ import cloudpickle
 
 from rlcollect.errors import OptionError
 
-__all__ = ["Parcel", "packed", "unpacked"]
+__all__ = ["Parcel", "opened", "packed", "unpacked"]
 
 DEPTH = 4  # how far the search for a culprit goes
 
@@ -61,6 +61,11 @@ class Parcel:
     def opened(self) -> Any:
         """The value."""
         return unpacked(self.data)
+
+
+def opened(answer: Any) -> Any:
+    """An answer, out of its parcel if it came in one."""
+    return answer.opened() if isinstance(answer, Parcel) else answer
 
 
 def unpacked(data: bytes) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
+from rlcollect.processes.crossing import packed
 from rlcollect.processes.relay import Failure
 
 __all__ = ["Beside", "Notice", "Reply", "Request"]
@@ -27,6 +29,17 @@ class Request:
     in_turn: bool
     descriptors: int = 0
     is_news: bool = False
+
+    @classmethod
+    def of(cls, number: int, command: Any, *, in_turn: bool, descriptors: int = 0) -> Request:
+        """One that has a command done: by value, unless it has `is_plain`.
+
+        Raises:
+            OptionError: it cannot be pickled.
+        """
+        is_plain = getattr(command, "is_plain", False)
+        body = pickle.dumps(command) if is_plain else packed(command, getattr(command, "title", "command"))
+        return cls(number, body, in_turn, descriptors, is_news=getattr(command, "is_news", False))
 
 
 @dataclass(frozen=True)

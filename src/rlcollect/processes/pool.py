@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import pickle
 import selectors
 import signal
 import time
@@ -20,7 +19,6 @@ from rlcollect.errors import ClosedError, WorkerDied
 from rlcollect.processes.arena import Arena
 from rlcollect.processes.board import Board, Row
 from rlcollect.processes.channel import Held, Outbox
-from rlcollect.processes.crossing import packed
 from rlcollect.processes.launch import launch
 from rlcollect.processes.messages import Reply, Request
 from rlcollect.processes.serve import Handler, serve
@@ -173,11 +171,9 @@ class ProcessPool:
             OptionError: it cannot be pickled. Nothing was sent.
             WorkerDied: nobody is there.
         """
-        is_plain = getattr(command, "is_plain", False)
-        body = pickle.dumps(command) if is_plain else packed(command, getattr(command, "title", "command"))
         number = self.new_number() if number is None else number
-        is_news = getattr(command, "is_news", False) and not descriptors
-        self._sent(worker, Request(number, body, in_turn, len(descriptors)), descriptors, is_news=is_news)
+        request = Request.of(number, command, in_turn=in_turn, descriptors=len(descriptors))
+        self._sent(worker, request, descriptors, is_news=request.is_news and not descriptors)
         return number
 
     def stop(self, worker: int, number: int) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 
 from rlcollect.cluster.pool import ActorPool
 from rlcollect.cluster.service import Line
-from rlcollect.layout import ALIGNMENT
 from rlcollect.memory.flat import flattened
 from rlcollect.memory.shared import SlotPlan
+from rlcollect.memory.slots import Block
 from rlcollect.processes.board import Row
 from rlcollect.processes.messages import Beside
 from rlcollect.workers.messages import AttachRemoteBuffer, AttachSlots, Collect, Collected, Command
@@ -81,8 +81,6 @@ class _Remote(Handling):
 
     def _memory_for(self, command: AttachSlots, descriptors: Sequence[Any]) -> Array:  # noqa: ARG002
         """Where rollouts are to lie: here."""
-        raw = np.empty(command.plan.nbytes + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        memory = raw[start : start + command.plan.nbytes]
+        memory = Block(command.plan.nbytes).buffer
         self._memory = command.plan, memory
         return memory

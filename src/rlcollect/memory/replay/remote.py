@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from tensordict import TensorDictBase
 
+from rlcollect.cluster.needed import needed
 from rlcollect.errors import BufferDied, ClosedError, OptionError, WorkerTimeout
 from rlcollect.layout import Leaf
 from rlcollect.memory.flat import Flat, Room, flattened
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["RayReplayBuffer", "RemoteClaim", "let_go"]
 
 Array = np.ndarray[Any, Any]
-INSTALL = "RayReplayBuffer needs Ray, which is not installed here: pip install 'rlcollect[ray]'."
 USUAL_CONFIG: Mapping[str, Any] = {"num_cpus": 0}
 STARTING = 300.0  # seconds that an actor may take to be there
 LETTING_GO = 10.0  # seconds that it may take to answer who closes a collector
@@ -397,13 +397,9 @@ def _made(kind: bytes, arguments: tuple[Any, ...], keywords: Mapping[str, bytes]
 
 
 def _started(init: Mapping[str, Any], make: bytes, config: Mapping[str, Any], told: str) -> tuple[Connection, Service]:
-    try:
+    with needed("RayReplayBuffer"):
         from rlcollect.cluster.connection import Connection, check_demand
         from rlcollect.cluster.service import Service
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ImportError(INSTALL) from error
     connection = Connection(init)
     try:
         check_demand([config])
