@@ -371,11 +371,17 @@ class TestRestarts:
         """The rollout is in the buffer: its successor makes what is left of it, and no more."""
         with RayReplayBuffer(2000) as buffer:
             own = {"on_worker_failure": "restart", "total_frames": 240}
-            with made(buffer, make=make_tagged, post_collect_hook=DiesOnce(2), **own) as collector:
+            with made(buffer, post_collect_hook=DiesOnce(2), record=("episode",), **own) as collector:
                 list(collector)
-                assert [each.restarts for each in collector.stats().workers] == [1, 1]
+                stats = collector.stats()
+                assert [each.restarts for each in stats.workers] == [1, 1]
+                assert stats.dropped == 0  # all that they had made is there
             check_counts(buffer, collector, 240)
             check_tagged(buffer)
+            frames = buffer.frames()
+            tags, numbers = frames["observation"][:, 0].tolist(), frames["collector", "episode"].tolist()
+            episodes = {*zip(frames[IDS].tolist(), tags, numbers, strict=True)}
+            assert len({(tag, number) for _, tag, number in episodes}) == len(episodes), "a number twice"
 
 
 class DiesOnce:

@@ -60,6 +60,7 @@ class LastingPool:
         self._own = [Report() for _ in range(count)]
         self._rollouts = [0] * count  # of those that each worker came after, and of its own
         self._own_rollouts = [0] * count
+        self._missed = [0] * count  # frames of `dropped` that may turn out to stand in a buffer
 
     def last_by(self, revival: Revival, facts: Sequence[Facts]) -> None:
         """From now on workers are made anew.
@@ -75,7 +76,7 @@ class LastingPool:
     def add(self, facts: Sequence[Facts]) -> None:
         """There are more workers, which have said this of themselves."""
         count = len(facts)
-        for counts in (self.restarts, self.dropped, self._rollouts, self._own_rollouts):
+        for counts in (self.restarts, self.dropped, self._rollouts, self._own_rollouts, self._missed):
             counts += [0] * count
         self._past += [Report() for _ in range(count)]
         self._own += [Report(warmup=each.warmup, numbers=(0,) * each.num_lanes) for each in facts]
@@ -208,6 +209,7 @@ class LastingPool:
             assert self._revival is not None
             self._revival.note_progress(worker)
             self._own[worker], self._own_rollouts[worker] = value.report, value.number
+            self._note_found(worker, value.found)
             report = value.report.after(self._past[worker])
             return replace(value, report=report, number=value.number + self._rollouts[worker])
         if isinstance(value, Saved):
@@ -216,6 +218,14 @@ class LastingPool:
         if isinstance(value, Report):  # it has loaded a state
             self._own[worker], self._past[worker] = value, Report()
         return value
+
+    def _note_found(self, worker: int, steps: int) -> None:
+        """So many steps stand in a buffer that those had made whom it came after: they were not lost."""
+        past, missed = self._past[worker], self._missed[worker]
+        frames = min(missed, steps * self._facts[worker].num_lanes)
+        self._past[worker] = replace(past, steps=past.steps + steps)
+        self.dropped[worker] -= frames
+        self._missed[worker] = missed - frames if steps else 0
 
     # --- failing, and being made anew ---
 
@@ -239,11 +249,15 @@ class LastingPool:
                 raise cause
             wait = revival.wait_after(worker, cause)
             self.is_spent = False
-            self.dropped[worker] += own.surplus + self._lost(worker, cause, own.steps + new)
+            missed = self._lost(worker, cause, own.steps + new)
+            self._missed[worker] += missed
+            self.dropped[worker] += own.surplus + missed
             made = replace(own, steps=own.steps + new, surplus=0, warmup=owed(own.warmup, new))
             self._past[worker] = replace(made.after(self._past[worker]), warmup=made.warmup)
-            # no step ends more than one episode of a lane: these are numbers that nobody has seen
-            numbers = tuple(number + new + 1 for number in own.numbers)
+            # no step ends more than one episode of a lane: these are numbers that nobody has seen, also where frames
+            # were written to a buffer of which nobody has heard
+            asked = sum(each.steps - each.start for each in self._asked_of(worker))
+            numbers = tuple(number + asked + 1 for number in own.numbers)
             self._own[worker] = Report(warmup=made.warmup, numbers=numbers)
             self._rollouts[worker] += self._own_rollouts[worker]
             self._own_rollouts[worker] = 0
@@ -258,6 +272,11 @@ class LastingPool:
             if sent.worker == worker and isinstance(sent.command, Collect):
                 return number, sent.command, self._pool.kept(worker, number)
         return 0, None, 0
+
+    def _asked_of(self, worker: int) -> list[Collect]:
+        """The rollouts that a worker was asked for and has not delivered."""
+        commands = [sent.command for sent in self._sent.values() if sent.worker == worker]
+        return [command for command in commands if isinstance(command, Collect)]
 
     def _lost(self, worker: int, cause: BaseException, stand: int) -> int:
         """Frames that it had made, as far as is known, beyond so many steps."""

@@ -446,6 +446,7 @@ class Collected:
         version: of the weights that it was made with, the last.
         versions: how many frames each version made; -1: chance.
         finished: when it was done, by the machine's monotonic clock, in nanoseconds.
+        found: steps of it that stood in a buffer, where a worker that died had written them, beyond `Collect.start`.
     """
 
     steps: int
@@ -457,6 +458,7 @@ class Collected:
     version: int
     versions: tuple[tuple[int, int], ...]
     finished: int
+    found: int = 0
 
     @property
     def is_plain(self) -> bool:

@@ -309,15 +309,16 @@ class Worker:
             self._hook(build.how.post_collect_hook, batch.copy() if self._slots is not None else batch)
         made = int(batch.batch_size[-1])
         kept, room = (batch, made) if self._slots is None else (None, self._slots.taken)
-        frames, versions = engine.frames, engine.versions
+        frames, versions, found = engine.frames, engine.versions, 0
         if self._filling is not None:
             kept = None
             if (steps := self._filling.before) > 0:  # of those nothing else is known here
                 before = steps * self.driver.num_lanes
                 frames, versions = frames + before, (*versions, (engine.policy_version, before))
                 made += steps
+                found = steps - command.start
         numbers = self._rollouts, engine.policy_version, versions
-        return Collected(made, room, frames, kept, self.report(), *numbers, time.monotonic_ns())
+        return Collected(made, room, frames, kept, self.report(), *numbers, time.monotonic_ns(), found)
 
     def _made(self, command: Collect) -> TensorDictBase:
         """A rollout, which stands where it is to."""
