@@ -367,6 +367,7 @@ class TestGrowing:
             collector.add_collectors([Echo, Echo])
             assert collector.num_workers == 3
             assert len(collector.remote_collectors) == 3
+            assert collector.stats().threads.workers == (1, 1, 1)
             seen, owners = set(), set()
             while (batch := collector.next()) is not None:
                 frames += batch.numel()
@@ -387,7 +388,6 @@ class TestGrowing:
             assert collector.num_workers == 3
             assert len(collector.map_fn(len)) == 3
 
-    @pytest.mark.cluster
     @pytest.mark.cluster
     def test_those_that_come_before_any_update_have_weights_with_a_version(self):
         """Theirs are the policy as it is by then, not what the others began with."""

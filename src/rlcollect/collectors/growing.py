@@ -166,6 +166,9 @@ class Growing(Apart):
             self._started.facts.extend(facts)
             self._started.devices.extend([self._started.devices[0]] * len(facts))
             self._started.made_of.extend(made_of)
+            assert self._started.threads is not None
+            threads = replace(self._started.threads, workers=self._threads(self._facts).workers)
+            self._started = replace(self._started, threads=threads)
 
 
 def _for_more(option: Any, given: Any) -> Any:
