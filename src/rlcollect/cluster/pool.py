@@ -12,7 +12,6 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +33,7 @@ __all__ = ["ActorPool"]
 PULSE_EACH = 0.5  # seconds between two looks at what those are doing that are waited for
 LET_GO = 3.0  # seconds that actors have to be gone
 CLOSING = 0.5  # and to close their environments before
-TELLING = 0.5  # and to say what they are doing, for an error
+TELLING = 0.5  # and all to say what they are doing, for an error
 NO_RAY = "All workers are gone: Ray was shut down. Make a new collector."
 ADVICE = "Ray's logs on its node have what it wrote (session_latest/logs in Ray's folder)."
 MOST_SAID = 300  # characters of what Ray says; the whole is in the error's cause
@@ -134,6 +133,7 @@ class ActorPool:
         self._retired = set[int]()
         self._calls: dict[int, _Call] = {}
         self._half = set[int]()  # those of which all is here but the reply
+        self._telling = 0.0  # until when those that were asked for a sign of life have time, for an error
         self._session = session()
         self._gone: list[tuple[int, RayError]] = []
         self._heard: list[Reply] = []
@@ -374,9 +374,9 @@ class ActorPool:
         member = self._members[worker]
         if not self._is_there():
             return f"worker {worker} ({member.pulse.told}, before Ray was shut down)"
-        if worker not in self._retired:
-            with suppress(RayError):  # then it is as it was heard last
-                member.note(ray.get(member.actor.pulse.remote(), timeout=TELLING))
+        self._look_around()
+        if member.asked is not None and ray.wait([member.asked], timeout=max(0.0, self._telling - time.monotonic()))[0]:
+            member.hear()
         if not member.pulse.node:
             asked, free = demand_of(self._configs[worker]), ray.available_resources()  # type: ignore[no-untyped-call]
             told = ", ".join(f"{amount:g} {name} ({free.get(name, 0.0):g} free)" for name, amount in asked.items())
@@ -384,6 +384,15 @@ class ActorPool:
         age = time.monotonic() - member.heard
         when = f", {age:.0f} s ago" if age > 2 * PULSE_EACH else ""
         return f"worker {worker} ({member.pulse.told}{when}; on node {member.pulse.node})"
+
+    def _look_around(self) -> None:
+        """Asks all for a sign of life: an error may tell of many, and those have the same time for it."""
+        now = time.monotonic()
+        if now >= self._telling:
+            self._telling = now + TELLING
+            for worker, member in enumerate(self._members):
+                if worker not in self._retired:
+                    member.ask()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """See `WorkerPool`.

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rlcollect.collectors.supply import AsMade, Supply, WholeEpisodes, change_of
 from rlcollect.collectors.synchronised import Synchronised
 from rlcollect.collectors.tally import Tally
 from rlcollect.collectors.updates import Updates
-from rlcollect.errors import OptionError
+from rlcollect.errors import OptionError, WorkerTimeout
 from rlcollect.failures import relayed
 from rlcollect.memory.assembly import Assembly
 from rlcollect.memory.compact import CompactMemory
@@ -184,7 +185,8 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
     def _close(self) -> None:
         super()._close()
         if isinstance(self._filling, ByWorkers):  # nobody writes any more
-            self._frames += self._filling.count_all()
+            with suppress(WorkerTimeout):  # a buffer elsewhere has too much to do to say what came last
+                self._frames += self._filling.count_all()
 
     def _before_batch(self) -> None:
         """What is to be done before each batch that is delivered."""

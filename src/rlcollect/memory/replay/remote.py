@@ -282,7 +282,7 @@ class RayReplayBuffer:
             What `ReplayBuffer.claim` raises.
         """
         number, numbers = self._call("claim", leaves, lead, lanes, writers, group="write")
-        return RemoteClaim(self.line, self._told, number, numbers)
+        return RemoteClaim(self.line, self._told, number, numbers, timeout=self._timeout)
 
     # --- the actor ---
 
@@ -352,13 +352,15 @@ class RemoteClaim:
         told: see above.
         number: of them all.
         writers: see above.
+        timeout: seconds that a call may take; None: any.
     """
 
-    def __init__(self, line: Line, told: str, number: int, writers: Sequence[int]) -> None:
+    def __init__(self, line: Line, told: str, number: int, writers: Sequence[int], *, timeout: float | None) -> None:
         self.told = told
         self.writers = writers
         self._line = line
         self._number = number
+        self._timeout = timeout
         self._is_lost = False  # whether nobody answers
 
     @property
@@ -372,10 +374,11 @@ class RemoteClaim:
 
         Raises:
             ClosedError: nobody could say that when they were let go.
+            WorkerTimeout: it took too long.
         """
         if self._is_lost:
             raise ClosedError(f"{self.told} did not answer.")
-        return int(self._line.call("written", self.writers, group="write"))
+        return int(self._line.call("written", self.writers, group="write", timeout=self._timeout))
 
     def let_go(self) -> None:
         """They write no more, and what still comes of them is not written. Safe to call again."""
