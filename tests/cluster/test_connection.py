@@ -5,8 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 
 import pytest
+import ray
+
+from rlcollect import OptionError
+from rlcollect.cluster.connection import check_demand
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,6 +55,31 @@ def test_an_address_where_nobody_is_is_refused_at_once():
     told = ran(code)
     assert "There is no Ray cluster at address='127.0.0.1:9'" in told
     assert "is one of a Ray client" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ([{"num_cpus": 2}] * 2, None),
+        ([{"num_cpus": 2}] * 3, "3 remotes ask for 2 CPU each, and the 2 nodes of the cluster have room for 2 of them"),
+        ([{"num_cpus": 1}] * 6, None),
+        ([{"num_cpus": 0.1}] * 60, None),
+        ([{"num_cpus": 0.1, "num_gpus": 0.5}] * 2, None),
+        ([{"num_cpus": 2, "num_gpus": 0.5}] * 2, "ask for 2 CPU and 0.5 GPU each, .* room for 1 of them"),
+        ([{"num_cpus": 3.5}], "A remote asks for 3.5 CPU, and no node of the cluster has more than 3"),
+        ([{"resources": {"special": 1}}], "1 special, and no node of the cluster has more than 0"),
+        ([{"num_cpus": 1}] * 5 + [{"num_cpus": 2}], "6 remotes ask for 7 CPU in all, and the cluster has 6"),
+        ([{"num_cpus": 0}] * 100, None),
+    ],
+)
+def test_what_remotes_ask_for_is_held_against_each_node(monkeypatch, asked, told):
+    """Two nodes of 3 CPUs, one of which has a GPU."""
+    nodes = [{"CPU": 3.0}, {"CPU": 3.0, "GPU": 1.0}]
+    gone = {"Alive": False, "Resources": {"CPU": 100.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [*[{"Alive": True, "Resources": node} for node in nodes], gone])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0, "GPU": 1.0})
+    with nullcontext() if told is None else pytest.raises(OptionError, match=told):
+        check_demand(asked)
 
 
 @pytest.mark.cluster

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -132,26 +133,44 @@ def check_demand(configs: Sequence[Mapping[str, Any]]) -> None:
     """Whether a cluster has what actors need: they would wait for ever.
 
     Raises:
-        OptionError: it has not, all together or in any one of its nodes.
+        OptionError: it has not, all together or node by node.
     """
-    there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes: list[Mapping[str, float]] = [node["Resources"] for node in alive]
-    total: dict[str, float] = {}
-    for config in configs:
-        asked = demand_of(config)
-        for name, amount in asked.items():
-            total[name] = total.get(name, 0.0) + amount
-            if not any(node.get(name, 0.0) >= amount for node in nodes):
-                most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+    demands = [demand_of(config) for config in configs]
+    for demand in demands:
+        for name, amount in demand.items():
+            most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+            if most < amount:
                 raise OptionError(
                     f"A remote asks for {amount:g} {name}, and no node of the cluster has more than {most:g} "
                     "(remote_configs=). Ask for less, or add a larger node."
                 )
+    _check_total(demands)
+    for alike, count in Counter(tuple(sorted(each.items())) for each in demands).items():
+        room = sum(_fitting(dict(alike), node) for node in nodes)
+        if alike and room < count:
+            told = " and ".join(f"{amount:g} {name}" for name, amount in alike)
+            raise OptionError(
+                f"{count} remotes ask for {told} each, and the {len(nodes)} nodes of the cluster have room for {room} "
+                "of them. Ask for less of each (remote_configs=), make fewer (num_collectors=), or add nodes first."
+            )
+
+
+def _check_total(demands: Sequence[Mapping[str, float]]) -> None:
+    there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    total: Counter[str] = Counter()
+    for demand in demands:
+        total.update(demand)
     for name, amount in total.items():
         if amount > there.get(name, 0.0) + 1e-9:
             raise OptionError(
-                f"{len(configs)} remotes ask for {amount:g} {name} in all, and the cluster has "
+                f"{len(demands)} remotes ask for {amount:g} {name} in all, and the cluster has "
                 f"{there.get(name, 0.0):g}. "
                 "Ask for less of each (remote_configs=), make fewer (num_collectors=), or add nodes first."
             )
+
+
+def _fitting(demand: Mapping[str, float], node: Mapping[str, float]) -> int:
+    """How many that ask for this a node has room for, if it has nothing else to do."""
+    return min((int(node.get(name, 0.0) / amount + 1e-9) for name, amount in demand.items()), default=0)
