@@ -23,7 +23,7 @@ from rlcollect import (
 )
 from rlcollect.errors import PolicyError
 from rlcollect.testing import Echo
-from rlcollect.workers.messages import Collect
+from rlcollect.workers.commands import Collect
 from tests.weights.helpers import One
 
 pytestmark = [

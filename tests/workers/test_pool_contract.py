@@ -24,8 +24,9 @@ from rlcollect.processes.crossing import Parcel
 from rlcollect.processes.launch import default_method
 from rlcollect.testing import Breaker, Counter, check_batch
 from rlcollect.weights.form import WeightsForm
+from rlcollect.workers.answers import Collected, Facts, Withdrawn
+from rlcollect.workers.commands import Build, Close, Collect, Load, Reset, Run, Save, Seed
 from rlcollect.workers.inline import InlinePool
-from rlcollect.workers.messages import Build, Close, Collect, Collected, Facts, Load, Reset, Run, Save, Seed, Withdrawn
 from rlcollect.workers.process import packed_builds, start_pool
 from tests import backend
 from tests.collectors.helpers import after, same, seen

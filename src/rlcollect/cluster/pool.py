@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from rlcollect.cluster.actor import Pulse, Serving
+from rlcollect.cluster.actor import Serving
 from rlcollect.cluster.connection import demand_of, session
+from rlcollect.cluster.member import PULSE_EACH, Member, said
 from rlcollect.cluster.objects import seen
 from rlcollect.errors import ClosedError, OptionError, WorkerDied
 from rlcollect.processes.board import Row
@@ -30,14 +31,11 @@ from rlcollect.processes.serve import Handler
 
 __all__ = ["ActorPool"]
 
-PULSE_EACH = 0.5  # seconds between two looks at what those are doing that are waited for
 LET_GO = 3.0  # seconds that actors have to be gone
 CLOSING = 0.5  # and to close their environments before
 TELLING = 0.5  # and all to say what they are doing, for an error
 NO_RAY = "All workers are gone: Ray was shut down. Make a new collector."
 ADVICE = "Ray's logs on its node have what it wrote (session_latest/logs in Ray's folder)."
-MOST_SAID = 300  # characters of what Ray says; the whole is in the error's cause
-TOLD_ELSEWHERE = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")  # how lines of it begin
 
 
 @dataclass(frozen=True)
@@ -53,51 +51,6 @@ class _Call:
     worker: int
     reply: Any
     beside: Any
-
-
-class _Member:
-    """One actor, and what is known of it.
-
-    Attributes:
-        actor: its handle.
-        life: becomes ready when it is gone.
-        pulse: the newest sign of life.
-        heard: when that came, by the machine's monotonic clock.
-        asked: for the next, if one is under way.
-        asked_at: when that was.
-        places: of what it is sent.
-        early: replies that have come before others that were given before them, by place.
-        place: of the reply that is next.
-    """
-
-    def __init__(self, actor: Any, first: str) -> None:
-        self.actor = actor
-        self.life = actor.live.remote()
-        self.pulse = Pulse(first, first, 0.0, 0.0, 0, "")
-        self.heard = self.asked_at = time.monotonic()
-        self.asked: Any = None
-        self.places = itertools.count()
-        self.early: dict[int, Reply] = {}
-        self.place = 0
-
-    def ask(self) -> None:
-        """For a sign of life, unless that was done a moment ago."""
-        now = time.monotonic()
-        if self.asked is None and now - self.asked_at >= PULSE_EACH / 2:
-            self.asked, self.asked_at = self.actor.pulse.remote(), now
-
-    def hear(self) -> None:
-        """What was asked for has come."""
-        asked, self.asked = self.asked, None
-        try:
-            self.note(ray.get(asked))
-        except RayError:
-            return  # its end is noticed where it is looked for
-
-    def note(self, pulse: Pulse) -> None:
-        """It has given a sign of life; one that comes late is not the newest."""
-        if pulse.at >= self.pulse.at:
-            self.pulse, self.heard = pulse, time.monotonic()
 
 
 class ActorPool:
@@ -129,7 +82,7 @@ class ActorPool:
         self._numbers = itertools.count(1)
         self._is_open = True
         self._owner = os.getpid()
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._retired = set[int]()
         self._calls: dict[int, _Call] = {}
         self._half = set[int]()  # those of which all is here but the reply
@@ -149,7 +102,7 @@ class ActorPool:
         """Whether this program is connected to the Ray that the actors were created on."""
         return ray.is_initialized() and session() == self._session
 
-    def _made(self, worker: int, config: Mapping[str, Any]) -> _Member:
+    def _made(self, worker: int, config: Mapping[str, Any]) -> Member:
         # what it is asked is not to be asked again by Ray: who comes in its place is told by us
         own = {"max_restarts": 0, "max_task_retries": 0}
         try:
@@ -157,7 +110,7 @@ class ActorPool:
             actor = kind.remote(worker, self._stages, self._make, _node, sys.path)
         except (TypeError, ValueError) as error:
             raise OptionError(f"remote_configs={dict(config)!r} is not what ray.remote takes: {error}") from error
-        return _Member(actor, self._stages[0])
+        return Member(actor, self._stages[0])
 
     def add(self, configs: Sequence[Mapping[str, Any]]) -> None:
         """More workers, with the numbers that follow."""
@@ -415,7 +368,7 @@ class ActorPool:
                     ray.wait(leaving, num_returns=len(leaving), timeout=min(CLOSING, timeout))
             self._end(members, timeout)
 
-    def _end(self, members: Sequence[_Member], timeout: float = LET_GO) -> None:
+    def _end(self, members: Sequence[Member], timeout: float = LET_GO) -> None:
         """Ends actors, and waits until they are gone, for a while."""
         if not self._is_there():
             return
@@ -434,7 +387,7 @@ class ActorPool:
         age = time.monotonic() - self.last_sign(worker)
         died = WorkerDied(
             f"worker {worker}{where} is gone. It was last heard of {age:.1f} s ago, while {stage}. Ray says: "
-            f"{_said(error)} {ADVICE}",
+            f"{said(error)} {ADVICE}",
             worker=worker,
             exitcode=None,
             stage=stage,
@@ -448,11 +401,3 @@ def _node() -> str:
     context = ray.get_runtime_context()
     address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return f"{address} ({context.get_node_id()[:8]})"
-
-
-def _said(error: RayError) -> str:
-    """What Ray says of it, in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(TOLD_ELSEWHERE))
-    text = text if len(text) <= MOST_SAID else f"{text[:MOST_SAID].rpartition(' ')[0]} ..."
-    return text if text.endswith(".") else f"{text}."

@@ -6,7 +6,6 @@ Where they are, and how rollouts come from there, is said by `processes` and `re
 from __future__ import annotations
 
 import abc
-import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import numpy as np
 import torch
 
+from rlcollect.collectors.alike import check_alike, check_like
 from rlcollect.collectors.as_ready import AHEAD
 from rlcollect.collectors.base import BaseCollector
 from rlcollect.collectors.crew import Crew
@@ -25,30 +24,25 @@ from rlcollect.collectors.filling import Filling, ids_in
 from rlcollect.collectors.gather import Gather
 from rlcollect.collectors.opened import Started
 from rlcollect.collectors.posting import Posting
+from rlcollect.collectors.sent import check_maker, hosted_options, sent_to
 from rlcollect.collectors.ways import Form, Way
 from rlcollect.devices import CPU
-from rlcollect.envs.make import is_sequence, space_difference
-from rlcollect.envs.open import is_environment
-from rlcollect.errors import OptionError, SpaceError
+from rlcollect.envs.make import is_sequence
+from rlcollect.errors import OptionError
 from rlcollect.memory.shared import Groups, SlotPlan
-from rlcollect.options import How, Sink, Sync, What, Where, Workers, option_fields
+from rlcollect.options import How, Sink, Sync, What, Where, Workers
 from rlcollect.processes.channel import Held
 from rlcollect.stats import Threads
 from rlcollect.weights.naming import load_weights, module_of
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import Build, Command
 from rlcollect.workers.lasting import LastingPool
-from rlcollect.workers.messages import Build, Command, Facts
 from rlcollect.workers.process import packed_builds
 from rlcollect.workers.revival import Attachment, Revival
 
-__all__ = ["START_HINT", "Apart", "check_like", "check_maker", "sent_to", "unwhole"]
+__all__ = ["START_HINT", "Apart", "unwhole"]
 
 START_HINT = "Allow more time (start_timeout=), or look at what it does there."
-NOT_HOSTED = frozenset(  # options that a hosted collector does not get: they are the pool's, or the worker's
-    [
-        *("frames_per_batch", "total_frames", "storing_device", "device"),
-        *("policy_factory", "pre_collect_hook", "post_collect_hook"),
-    ]
-)
 CLOSING = 1.0  # seconds that environments have to close before their workers are ended
 
 
@@ -80,7 +74,7 @@ class Apart(BaseCollector):
         self._ending.callback(crew.lose)  # rollouts that nobody will take keep memory
         self._ending.callback(_dismiss, crew, os.getpid())
         facts = crew.ask(dict(enumerate(packed)), timeout=options.start_timeout, hint=START_HINT)
-        _check_alike(facts)
+        check_alike(facts)
         self._attach_interruptor(crew)
         filling = self._filled(crew, facts)
         gather = self._gathered(crew, facts)
@@ -268,7 +262,7 @@ class Apart(BaseCollector):
             kind=kind,
             hosted=None
             if kind is None
-            else {**self._hosted_options(where, worker, workers), **self._held(worker, workers)},
+            else {**hosted_options(self._what, where, self._how, worker, workers), **self._held(worker, workers)},
             keeps=self._workers.restarts,
             can_stop=self._way.may_pre_empt or may_stop,
             receiver=None if self._schemes.carrier is None else self._schemes.carrier.receiver(),
@@ -279,18 +273,6 @@ class Apart(BaseCollector):
     def _held(self, worker: int, workers: int) -> dict[str, Any]:  # noqa: ARG002
         """More options of the collector that a worker holds."""
         return {}
-
-    def _hosted_options(self, where: Where, worker: int, workers: int) -> dict[str, Any]:
-        """What a collector that a worker holds is made with."""
-        given: dict[str, Any] = {}
-        for options in (self._what, where, self._how):
-            for name, field in option_fields([type(options)]).items():
-                value = getattr(options, name)
-                if name not in NOT_HOSTED and value != field.default and value != {}:
-                    given[name] = value
-        if (random := self._what.init_random_frames) is not None:
-            given["init_random_frames"] = random // workers + (worker < random % workers)
-        return given
 
     @abc.abstractmethod
     def _slots(
@@ -429,65 +411,3 @@ def unwhole(option: str) -> OptionError:
         f"start() does not go with {option}: the policy would be published in the midst of a step of its optimiser. "
         "Call update_policy_weights_() where it is whole."
     )
-
-
-def check_maker(worker: int, source: Any) -> None:
-    """Refuses what is no maker.
-
-    Raises:
-        OptionError: an environment that is made already, here.
-    """
-    if is_environment(source):
-        raise OptionError(
-            f"create_env_fn has an environment that is made already for worker {worker}: {source!r}. It lives in this "
-            "process; pass what makes it (lambda: ..., or its id), to be called in the worker's."
-        )
-
-
-def _check_alike(facts: Sequence[Facts]) -> None:
-    """Batches of all workers have one form."""
-    for worker, other in enumerate(facts):
-        check_like(facts[0], worker, other)
-
-
-def check_like(first: Facts, worker: int, other: Facts) -> None:
-    """Whether a worker is like the first.
-
-    Raises:
-        SpaceError: it has other lanes, or other spaces.
-    """
-    if other.num_lanes != first.num_lanes or other.lead != first.lead:
-        raise SpaceError(
-            f"All workers need the same number of lanes; worker {worker} has {other.num_lanes} "
-            f"({list(other.lead)}) and worker 0 has {first.num_lanes} ({list(first.lead)})."
-        )
-    if other.leaves != first.leaves:
-        raise SpaceError(
-            f"All workers need the same spaces; worker {worker} differs from worker 0: {_difference(first, other)}."
-        )
-    if isinstance(first.action_space, gym.Space) and isinstance(other.action_space, gym.Space):
-        difference = space_difference(first.action_space, other.action_space, True, "action", "worker 0")
-        if difference:
-            raise SpaceError(f"All workers need the same spaces; worker {worker} differs from worker 0: {difference}")
-
-
-def _difference(ours: Facts, theirs: Facts) -> str:
-    first, other = ({leaf.key: str(leaf) for leaf in each.leaves or ()} for each in (ours, theirs))
-    key = next((key for key in [*first, *other] if first.get(key) != other.get(key)), None)
-    if key is None:
-        return "the order of its keys"
-    return f"{other.get(key, f'no {key}')} where worker 0 has {first.get(key, f'no {key}')}"
-
-
-def sent_to(policy: Any, device: torch.device | None) -> Any:
-    """The policy as it crosses: on the host, where it is not to compute on the device that it is on."""
-    module = module_of(policy)
-    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
-    foreign = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
-    if not foreign or (foreign[0].device.type == "cuda" and device is None):
-        return policy
-    copied = copy.deepcopy(policy)
-    made = module_of(copied)
-    assert made is not None
-    made.to(CPU)
-    return copied

@@ -16,7 +16,8 @@ from rlcollect.errors import WorkerTimeout
 from rlcollect.memory.shared import Groups
 from rlcollect.memory.slots import SameBatch
 from rlcollect.processes.channel import Held
-from rlcollect.workers.messages import Collect, Facts
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import Collect
 
 __all__ = ["AHEAD", "FirstReady", "Quorum"]
 

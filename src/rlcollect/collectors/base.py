@@ -20,7 +20,8 @@ from rlcollect.errors import OptionError
 from rlcollect.processes.crossing import opened
 from rlcollect.stats import Spread, Stats, TimeShares
 from rlcollect.weights.naming import module_of, weights_of
-from rlcollect.workers.messages import Load, Report, Reset, Run, Save, Saved, Seed
+from rlcollect.workers.answers import Report, Saved
+from rlcollect.workers.commands import Load, Reset, Run, Save, Seed
 
 __all__ = ["BaseCollector"]
 

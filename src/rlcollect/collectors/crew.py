@@ -19,7 +19,8 @@ from rlcollect.failures import OnceEach
 from rlcollect.interfaces import WorkerPool
 from rlcollect.processes.channel import Held
 from rlcollect.processes.messages import Reply
-from rlcollect.workers.messages import Close, Collect, Collected, Command, Report, Withdrawn
+from rlcollect.workers.answers import Collected, Report, Withdrawn
+from rlcollect.workers.commands import Close, Collect, Command
 
 __all__ = ["USUAL", "Arrival", "Crew", "Left"]
 

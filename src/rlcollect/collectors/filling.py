@@ -21,14 +21,15 @@ from rlcollect.memory.flat import Room, flattened
 from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.replay.claims import Claim
 from rlcollect.memory.replay.others import dims_of, extend_other, make_room
-from rlcollect.memory.replay.remote import RayReplayBuffer, RemoteClaim, let_go
+from rlcollect.memory.replay.remote import RayReplayBuffer
+from rlcollect.memory.replay.remote_claim import RemoteClaim, let_go
 from rlcollect.memory.replay.rows import parts_of
 from rlcollect.memory.replay.table import IDS, columns_of, leaves_of
 from rlcollect.memory.replay.tails import Marks
 from rlcollect.memory.replay.writing import Pieces, Writer
 from rlcollect.options import Sink
+from rlcollect.workers.answers import Facts
 from rlcollect.workers.filling import kept_leaves
-from rlcollect.workers.messages import Facts
 
 __all__ = [
     "ByRemotes",

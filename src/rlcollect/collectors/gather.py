@@ -20,7 +20,8 @@ from rlcollect.collectors.joining import batch_of
 from rlcollect.collectors.tally import LateRollout
 from rlcollect.memory.shared import Groups
 from rlcollect.memory.slots import SameBatch
-from rlcollect.workers.messages import Abandon, Collect, Collected, Facts
+from rlcollect.workers.answers import Collected, Facts
+from rlcollect.workers.commands import Abandon, Collect
 
 __all__ = ["FromProcesses", "Gather", "Made", "OneInline", "needed", "versions_of"]
 

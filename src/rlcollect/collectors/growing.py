@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
-from rlcollect.collectors.apart import START_HINT, Apart, check_like, check_maker, sent_to
+from rlcollect.collectors.alike import check_like
+from rlcollect.collectors.apart import START_HINT, Apart
 from rlcollect.collectors.opened import in_turn
+from rlcollect.collectors.sent import check_maker, sent_to
 from rlcollect.envs.make import is_sequence
 from rlcollect.errors import OptionError, WorkerDied
 from rlcollect.options import How, Remotes, Where
 from rlcollect.options.where import DEVICES
 from rlcollect.processes.channel import Held
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import Build, Seed
 from rlcollect.workers.lasting import LastingPool
-from rlcollect.workers.messages import Build, Facts, Seed
 from rlcollect.workers.models import POLICY
 from rlcollect.workers.process import packed_builds
 

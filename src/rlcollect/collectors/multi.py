@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlcollect.collectors.apart import check_maker
 from rlcollect.collectors.arguments import lane_indices
 from rlcollect.collectors.processes import InProcesses
+from rlcollect.collectors.sent import check_maker
 from rlcollect.collectors.ways import AsReady, Together, Way
 from rlcollect.envs.make import is_sequence
 from rlcollect.errors import OptionError

@@ -38,7 +38,7 @@ from rlcollect.rollout.build import whole_steps
 from rlcollect.stats import Threads
 from rlcollect.weights.scheme import WeightSyncScheme
 from rlcollect.weights.shared import SharedMemWeightSyncScheme
-from rlcollect.workers.messages import Facts
+from rlcollect.workers.answers import Facts
 
 __all__ = ["DeathCloses", "Guard", "Opened", "Started", "in_turn"]
 

@@ -19,7 +19,8 @@ from rlcollect.weights.held import held_modules, held_names, held_tensors
 from rlcollect.weights.naming import copy_into, load_weights, module_of, tensors_of
 from rlcollect.weights.scheme import WeightSyncScheme
 from rlcollect.weights.strategy import WeightStrategy
-from rlcollect.workers.messages import Command, Facts, SchemeMessage
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import Command, SchemeMessage
 from rlcollect.workers.models import POLICY, common_form
 from rlcollect.workers.worker import Worker
 

@@ -22,10 +22,11 @@ from rlcollect.options import How, Processes, Sink, Sync, What, Where, Workers
 from rlcollect.processes.arena import Arena
 from rlcollect.processes.channel import Held
 from rlcollect.processes.launch import default_method
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import AttachBuffer, AttachInterruptor, AttachSlots, Build
 from rlcollect.workers.filling import kept_leaves
 from rlcollect.workers.interruptor import Interruptor
 from rlcollect.workers.lasting import LastingPool
-from rlcollect.workers.messages import AttachBuffer, AttachInterruptor, AttachSlots, Build, Facts
 from rlcollect.workers.process import start_pool
 
 __all__ = ["InProcesses"]

@@ -28,9 +28,10 @@ from rlcollect.processes.crossing import opened
 from rlcollect.stats import Stats
 from rlcollect.weights.objects import RayWeightSyncScheme
 from rlcollect.weights.scheme import WeightSyncScheme
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import AttachRemoteBuffer, AttachSlots, Build, Execute
 from rlcollect.workers.filling import kept_leaves
 from rlcollect.workers.lasting import LastingPool
-from rlcollect.workers.messages import AttachRemoteBuffer, AttachSlots, Build, Execute, Facts
 from rlcollect.workers.models import POLICY
 
 __all__ = ["RayCollector"]

@@ -17,7 +17,7 @@ from rlcollect.interfaces import EnvDriver
 from rlcollect.options import How, What, Where
 from rlcollect.seeds import Root
 from rlcollect.weights.naming import module_of
-from rlcollect.workers.messages import Build
+from rlcollect.workers.commands import Build
 from rlcollect.workers.worker import Worker
 
 __all__ = ["replayed"]

@@ -27,9 +27,10 @@ from rlcollect.errors import OptionError
 from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.replay.others import extend_other
 from rlcollect.memory.replay.remote import RayReplayBuffer
+from rlcollect.workers.answers import Facts, Report
+from rlcollect.workers.commands import Build
 from rlcollect.workers.filling import Batches, Rings, kept_leaves
 from rlcollect.workers.inline import InlinePool
-from rlcollect.workers.messages import Build, Facts, Report
 from rlcollect.workers.worker import Worker
 
 __all__ = ["Collector"]

@@ -14,7 +14,7 @@ from rlcollect.collectors.updaters import made_updater
 from rlcollect.errors import OptionError, WorkerTimeout
 from rlcollect.weights.naming import module_of
 from rlcollect.weights.scheme import WeightSyncScheme
-from rlcollect.workers.messages import Take
+from rlcollect.workers.commands import Take
 from rlcollect.workers.models import POLICY
 
 __all__ = ["Synchronised"]

@@ -13,7 +13,8 @@ from rlcollect.collectors.joining import IDS, NO_EPISODE, batch_of, put_together
 from rlcollect.layout import Key
 from rlcollect.memory.shared import Form, Groups
 from rlcollect.processes.channel import Held
-from rlcollect.workers.messages import Collect, Facts
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import Collect
 
 __all__ = ["AllApart", "AllOf"]
 

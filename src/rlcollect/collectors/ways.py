@@ -18,7 +18,7 @@ from rlcollect.collectors.together import AllApart, AllOf
 from rlcollect.errors import OptionError
 from rlcollect.memory.shared import Groups
 from rlcollect.options import Stacking, Staleness
-from rlcollect.workers.messages import Facts
+from rlcollect.workers.answers import Facts
 
 __all__ = ["AsReady", "Form", "Together", "Way"]
 

@@ -17,27 +17,24 @@ from rlcollect.rollout.engine import counts_of
 from rlcollect.rollout.episodes import COUNTER_BITS
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.seeding import lane_seed, seed_globals
-from rlcollect.workers.executing import executed
-from rlcollect.workers.interruptor import Stops
-from rlcollect.workers.keeping import Keeping
-from rlcollect.workers.messages import (
+from rlcollect.workers.answers import Collected, Facts, Report, Saved
+from rlcollect.workers.commands import (
     AttachSlots,
     Build,
     Close,
     Collect,
-    Collected,
     Command,
     Execute,
-    Facts,
     Load,
-    Report,
     Reset,
     Run,
     Save,
-    Saved,
     Seed,
     Take,
 )
+from rlcollect.workers.executing import executed
+from rlcollect.workers.interruptor import Stops
+from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.taking import Taking
 
 __all__ = ["HostedWorker"]

@@ -10,7 +10,8 @@ from typing import Any
 from rlcollect.failures import is_interrupt
 from rlcollect.processes.messages import Reply
 from rlcollect.rollout.seeding import ProgramState
-from rlcollect.workers.messages import Build, Command, Withdrawn
+from rlcollect.workers.answers import Withdrawn
+from rlcollect.workers.commands import Build, Command
 from rlcollect.workers.worker import Worker
 
 __all__ = ["InlinePool"]

@@ -17,7 +17,8 @@ from rlcollect.interfaces import RevivablePool
 from rlcollect.processes.channel import Held
 from rlcollect.processes.crossing import packed
 from rlcollect.processes.messages import Reply
-from rlcollect.workers.messages import RECENT, Build, Close, Collect, Collected, Facts, Report, Saved
+from rlcollect.workers.answers import RECENT, Collected, Facts, Report, Saved
+from rlcollect.workers.commands import Build, Close, Collect
 from rlcollect.workers.revival import Revival, owed
 
 __all__ = ["LastingPool"]

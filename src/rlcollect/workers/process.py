@@ -12,23 +12,22 @@ from rlcollect.processes.arena import Arena
 from rlcollect.processes.board import Row
 from rlcollect.processes.crossing import Parcel, packed, unpacked
 from rlcollect.processes.pool import ProcessPool
-from rlcollect.workers.filling import Rings
-from rlcollect.workers.hosted import HostedWorker
-from rlcollect.workers.interruptor import Stops
-from rlcollect.workers.keeping import Keeping
-from rlcollect.workers.messages import (
+from rlcollect.workers.answers import Collected, Withdrawn
+from rlcollect.workers.commands import (
     AttachBuffer,
     AttachInterruptor,
     AttachSlots,
     Build,
     Collect,
-    Collected,
     Command,
     Execute,
     Run,
     SchemeMessage,
-    Withdrawn,
 )
+from rlcollect.workers.filling import Rings
+from rlcollect.workers.hosted import HostedWorker
+from rlcollect.workers.interruptor import Stops
+from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.worker import STAGES, Worker
 
 __all__ = ["Handling", "packed_builds", "start_pool"]

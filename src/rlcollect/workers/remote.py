@@ -18,7 +18,8 @@ from rlcollect.memory.shared import SlotPlan
 from rlcollect.memory.slots import Block
 from rlcollect.processes.board import Row
 from rlcollect.processes.messages import Beside
-from rlcollect.workers.messages import AttachRemoteBuffer, AttachSlots, Collect, Collected, Command
+from rlcollect.workers.answers import Collected
+from rlcollect.workers.commands import AttachRemoteBuffer, AttachSlots, Collect, Command
 from rlcollect.workers.process import Handling
 from rlcollect.workers.sending import Sending
 from rlcollect.workers.worker import STAGES, Worker

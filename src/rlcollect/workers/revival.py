@@ -10,7 +10,8 @@ import numpy as np
 
 from rlcollect.errors import WorkerRestarted
 from rlcollect.processes.restarts import Restarts
-from rlcollect.workers.messages import Build, Command, Facts, Load, Seed
+from rlcollect.workers.answers import Facts
+from rlcollect.workers.commands import Build, Command, Load, Seed
 
 __all__ = ["Attachment", "Revival", "owed"]
 

@@ -30,28 +30,25 @@ from rlcollect.rollout.seeding import globals_state, seed_globals, set_globals_s
 from rlcollect.weights.handed import Handed
 from rlcollect.weights.held import held_modules
 from rlcollect.weights.naming import module_of, weights_of
+from rlcollect.workers.answers import Collected, Facts, Report, Saved
 from rlcollect.workers.breaking import Checking, InGlances
-from rlcollect.workers.filling import Filling, Put
-from rlcollect.workers.interruptor import Stops
-from rlcollect.workers.keeping import Keeping
-from rlcollect.workers.messages import (
+from rlcollect.workers.commands import (
     Abandon,
     AttachSlots,
     Build,
     Close,
     Collect,
-    Collected,
     Command,
-    Facts,
     Load,
-    Report,
     Reset,
     Run,
     Save,
-    Saved,
     Seed,
     Take,
 )
+from rlcollect.workers.filling import Filling, Put
+from rlcollect.workers.interruptor import Stops
+from rlcollect.workers.keeping import Keeping
 from rlcollect.workers.models import ENV, HOOKS, find_models
 from rlcollect.workers.taking import Taking
 

@@ -16,11 +16,12 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from rlcollect.cluster.needed import needed
-from rlcollect.errors import BufferDied, ClosedError, OptionError, WorkerTimeout
+from rlcollect.errors import ClosedError, OptionError
 from rlcollect.layout import Leaf
 from rlcollect.memory.flat import Flat, Room, flattened
 from rlcollect.memory.replay.buffer import ReplayBuffer
 from rlcollect.memory.replay.hosted import Hosted, HostedFacts
+from rlcollect.memory.replay.remote_claim import RemoteClaim
 from rlcollect.options.checks import positive, seconds
 from rlcollect.options.remotes import check_config
 from rlcollect.processes.crossing import packed, unpacked
@@ -29,12 +30,11 @@ if TYPE_CHECKING:
     from rlcollect.cluster.connection import Connection
     from rlcollect.cluster.service import Call, Group, Line, Service
 
-__all__ = ["RayReplayBuffer", "RemoteClaim", "let_go"]
+__all__ = ["RayReplayBuffer"]
 
 Array = np.ndarray[Any, Any]
 USUAL_CONFIG: Mapping[str, Any] = {"num_cpus": 0}
 STARTING = 300.0  # seconds that an actor may take to be there
-LETTING_GO = 10.0  # seconds that it may take to answer who closes a collector
 
 
 class RayReplayBuffer:
@@ -338,60 +338,6 @@ class RayReplayBuffer:
             "A RayReplayBuffer belongs to the program that made it, and cannot be pickled or copied. Pass samples, or "
             "sample from it where it was made."
         )
-
-
-class RemoteClaim:
-    """Who writes to a buffer in an actor, each to its own lanes.
-
-    Attributes:
-        told: what the buffer is, in words.
-        writers: their numbers there.
-
-    Args:
-        line: to the `Hosted` in the actor.
-        told: see above.
-        number: of them all.
-        writers: see above.
-        timeout: seconds that a call may take; None: any.
-    """
-
-    def __init__(self, line: Line, told: str, number: int, writers: Sequence[int], *, timeout: float | None) -> None:
-        self.told = told
-        self.writers = writers
-        self._line = line
-        self._number = number
-        self._timeout = timeout
-        self._is_lost = False  # whether nobody answers
-
-    @property
-    def actor(self) -> Any:
-        """The handle of the actor."""
-        return self._line.actor
-
-    @property
-    def written(self) -> int:
-        """Frames that they have written.
-
-        Raises:
-            ClosedError: nobody could say that when they were let go.
-            WorkerTimeout: it took too long.
-        """
-        if self._is_lost:
-            raise ClosedError(f"{self.told} did not answer.")
-        return int(self._line.call("written", self.writers, group="write", timeout=self._timeout))
-
-    def let_go(self) -> None:
-        """They write no more, and what still comes of them is not written. Safe to call again."""
-        self._is_lost = not let_go(self._line, self._number)
-
-
-def let_go(line: Line, number: int) -> bool:
-    """Ends what has this number in the actor; whether that has answered."""
-    try:
-        line.call("let_go", number, group="write", timeout=LETTING_GO)
-    except (BufferDied, ClosedError, WorkerTimeout):
-        return False
-    return True
 
 
 def _made(kind: bytes, arguments: tuple[Any, ...], keywords: Mapping[str, bytes]) -> Hosted:
