@@ -256,7 +256,7 @@ class WorkerPool(Protocol):
         command: Any,
         *,
         in_turn: bool = True,
-        descriptors: Sequence[int] = (),
+        attached: Sequence[Any] = (),
         number: int | None = None,
     ) -> int:
         """Has a command done.
@@ -265,7 +265,8 @@ class WorkerPool(Protocol):
             worker: by whom.
             command: what.
             in_turn: after all that were submitted before; else before those that wait for their turn.
-            descriptors: file descriptors that go with it.
+            attached: what goes with it and no message can hold: file descriptors between processes, references to
+                objects on Ray.
             number: that it gets; None: a new one.
 
         Returns:

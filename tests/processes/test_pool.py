@@ -76,7 +76,7 @@ def pids(pool):
 def held(pool, worker=0):
     """A worker that is busy until the end."""
     read, write = os.pipe()
-    number = pool.submit(worker, ("hold",), descriptors=[read])
+    number = pool.submit(worker, ("hold",), attached=[read])
     os.close(read)
     try:
         wait_until(lambda: pool.board.stage(worker) == "holding")
@@ -243,7 +243,7 @@ class TestNews:
                 for value in (b"a", b"b"):
                     read, write = os.pipe()
                     os.write(write, value)
-                    pool.submit(0, News(("read",)), descriptors=[read])
+                    pool.submit(0, News(("read",)), attached=[read])
                     os.close(read)
                     os.close(write)
             assert [reply.value for reply in replies(pool, 4)[2:]] == [[b"a"], [b"b"]]
@@ -319,7 +319,7 @@ class TestWithdrawing:
             before = answer(pool, ("count_descriptors",))
             with held(pool):
                 read, write = os.pipe()
-                pool.submit(0, ("read",), descriptors=[read])
+                pool.submit(0, ("read",), attached=[read])
                 pool.withdraw(0)
             os.close(read)
             os.close(write)
@@ -335,7 +335,7 @@ class TestDescriptors:
             for number, (_, write) in enumerate(pipes):
                 os.write(write, b"%d" % number)
                 os.close(write)
-            assert answer(pool, ("read",), descriptors=[read for read, _ in pipes]) == [b"0", b"1"]
+            assert answer(pool, ("read",), attached=[read for read, _ in pipes]) == [b"0", b"1"]
             for read, _ in pipes:
                 os.close(read)  # they stayed ours
 
@@ -346,7 +346,7 @@ class TestDescriptors:
                 for value in (b"a", b"b"):
                     read, write = os.pipe()
                     os.write(write, value)
-                    numbers[pool.submit(0, ("read",), descriptors=[read], in_turn=value == b"a")] = value
+                    numbers[pool.submit(0, ("read",), attached=[read], in_turn=value == b"a")] = value
                     os.close(read)
                     os.close(write)
             came = {reply.id: reply.value for reply in replies(pool, 3)}
@@ -472,7 +472,7 @@ class TestSurroundings:
             assert answer(pool, ("call", get_environ, "RLCOLLECT_TEST_LATE")) == "yes"
             read, write = os.pipe()
             os.write(write, b"1")
-            assert answer(pool, ("read",), descriptors=[read]) == [b"1"]
+            assert answer(pool, ("read",), attached=[read]) == [b"1"]
             os.close(read)
             os.close(write)
             with held(pool):

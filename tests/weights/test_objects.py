@@ -39,7 +39,7 @@ class Store:
     def hand(self, worker, message):
         while worker >= len(self.receivers):
             self.receivers.append(ObjectReceiver())
-        self.receivers[worker].accept(message.content, message.descriptors)
+        self.receivers[worker].accept(message.content, message.attached)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class Hands:
 
     def __call__(self, worker, message):
         self.count += 1
-        self.receivers[worker].accept(message.content, [os.dup(fd) for fd in message.descriptors])
+        self.receivers[worker].accept(message.content, [os.dup(fd) for fd in message.attached])
 
 
 def ends(workers):
@@ -117,7 +117,7 @@ class TestAReceiver:
 class TestAWorkerInThePlaceOfAnother:
     def welcomed(self, sender, worker):
         receiver, message = SharedReceiver(), sender.welcome(worker)
-        receiver.accept(message.content, [os.dup(fd) for fd in message.descriptors])
+        receiver.accept(message.content, [os.dup(fd) for fd in message.attached])
         return receiver
 
     def test_has_the_newest(self):

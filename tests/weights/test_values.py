@@ -25,7 +25,7 @@ class Hands:
         receiver = ValueReceiver()
         if self.messages[worker]:
             message = self.messages[worker][-1]
-            receiver.accept(message.content, message.descriptors)
+            receiver.accept(message.content, message.attached)
         return taken(receiver)
 
 
@@ -86,7 +86,7 @@ class TestPublishing:
     def test_has_no_descriptors(self):
         sender, hands = ends(1)
         sender.publish(all_of(1), 1)
-        assert hands.messages[0][0].descriptors == ()
+        assert hands.messages[0][0].attached == ()
 
 
 class TestReceiving:

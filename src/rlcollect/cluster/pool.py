@@ -158,10 +158,10 @@ class ActorPool:
         command: Any,
         *,
         in_turn: bool = True,
-        descriptors: Sequence[Any] = (),
+        attached: Sequence[Any] = (),
         number: int | None = None,
     ) -> int:
-        """See `WorkerPool`. What goes with a command are references to objects, in the place of descriptors.
+        """See `WorkerPool`. What goes with a command are references to objects.
 
         Raises:
             OptionError: it cannot be pickled. Nothing was sent.
@@ -171,7 +171,7 @@ class ActorPool:
         with Held():
             self._check(worker)
             member = self._members[worker]
-            reply, beside = member.actor.do.remote(next(member.places), pickle.dumps(request), list(descriptors))
+            reply, beside = member.actor.do.remote(next(member.places), pickle.dumps(request), list(attached))
             self._calls[number] = _Call(worker, reply, beside)
         return number
 

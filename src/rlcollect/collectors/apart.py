@@ -135,10 +135,10 @@ class Apart(BaseCollector):
             check=check,
         )
 
-    def _attach(self, crew: Crew, worker: int, command: Command, *descriptors: Any) -> None:
+    def _attach(self, crew: Crew, worker: int, command: Command, *attached: Any) -> None:
         """Tells a worker, at the start, where it is to write to; whoever comes in its place is told too."""
-        crew.ask({worker: command}, timeout=self._workers.start_timeout, descriptors=descriptors, hint=START_HINT)
-        self._attachments.setdefault(worker, []).append((command, descriptors))
+        crew.ask({worker: command}, timeout=self._workers.start_timeout, attached=attached, hint=START_HINT)
+        self._attachments.setdefault(worker, []).append((command, attached))
 
     def _check_buffer(self) -> None:
         """Whether frames can get from the workers to the buffer.

@@ -144,7 +144,7 @@ class Crew:
         commands: Mapping[int, Command],
         *,
         timeout: float | None = USUAL,
-        descriptors: Sequence[int] = (),
+        attached: Sequence[Any] = (),
         hint: str = LATE_HINT,
     ) -> list[Any]:
         """Has commands done as soon as what is under way is done; the answers, in order.
@@ -152,7 +152,7 @@ class Crew:
         Args:
             commands: by worker.
             timeout: seconds, in the place of the collector's own; None: any.
-            descriptors: that go with each.
+            attached: that go with each.
             hint: what to do when it took too long.
 
         Raises:
@@ -160,14 +160,14 @@ class Crew:
             WorkerDied, and what was raised in a worker.
         """
         ids = {
-            self.pool.submit(worker, command, in_turn=False, descriptors=descriptors): worker
+            self.pool.submit(worker, command, in_turn=False, attached=attached): worker
             for worker, command in commands.items()
         }
         return self._await(ids, self._timeout if timeout == USUAL else timeout, hint)
 
-    def tell(self, worker: int, command: Command, descriptors: Sequence[int] = ()) -> None:
+    def tell(self, worker: int, command: Command, attached: Sequence[Any] = ()) -> None:
         """Has a command done as soon as what is under way is done, and does not wait for it."""
-        self.pool.submit(worker, command, in_turn=False, descriptors=descriptors)
+        self.pool.submit(worker, command, in_turn=False, attached=attached)
 
     def dismiss(self, timeout: float) -> None:
         """Has the environments closed, and passes on what is said about that; not what fails."""

@@ -146,8 +146,8 @@ class Growing(Apart):
         for worker, each in enumerate(facts, first):
             check_like(self._facts[0], worker, each)
             self._posting.check_like(worker, each)
-            for command, descriptors in self._attachments.get(0, ()):
-                self._attach(self._crew, worker, command, *descriptors)
+            for command, attached in self._attachments.get(0, ()):
+                self._attach(self._crew, worker, command, *attached)
             if self._seed is not None:
                 self._crew.ask({worker: self._seed}, timeout=self._workers.start_timeout, hint=START_HINT)
 

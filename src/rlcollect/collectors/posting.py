@@ -289,7 +289,7 @@ class Posting:
             self.post(self.fitted([({POLICY: None}, None)]), 0)
 
     def _hand(self, worker: int, message: Message) -> None:
-        self._crew.tell(worker, SchemeMessage(message.content), message.descriptors)
+        self._crew.tell(worker, SchemeMessage(message.content), message.attached)
 
     def forget_policy(self, version: int) -> None:
         """What was published of the policy is not wanted any more; other models' weights have this version now."""
@@ -298,9 +298,9 @@ class Posting:
             self._sender.begin_anew([leaf.under(model).key for model, form in others for leaf in form.leaves], version)
 
     def attachments(self, worker: int) -> list[tuple[Command, Sequence[int]]]:
-        """What a worker that comes in the place of another is told, to have the newest weights; with descriptors."""
+        """What a worker that comes in the place of another is told, to have the newest weights."""
         message = None if self._sender is None else self._sender.welcome(worker)
-        return [] if message is None else [(SchemeMessage(message.content), message.descriptors)]
+        return [] if message is None else [(SchemeMessage(message.content), message.attached)]
 
     def add(self, facts: Sequence[Facts]) -> None:
         """There are more workers, of which each was found alike; they are sent the newest weights that all have."""

@@ -100,6 +100,6 @@ class InProcesses(Apart):
         claim = buffer.claim(kept_leaves(facts[0].leaves or ()), lanes * len(facts))
         self._ending.callback(claim.let_go)
         for worker in range(len(facts)):
-            share, descriptors = claim.share(worker * lanes, lanes)
-            self._attach(crew, worker, AttachBuffer(share, by_step=not sink.extend_buffer), *descriptors)
+            share, attached = claim.share(worker * lanes, lanes)
+            self._attach(crew, worker, AttachBuffer(share, by_step=not sink.extend_buffer), *attached)
         return ByWorkers(claim.writer(0, claim.lanes))

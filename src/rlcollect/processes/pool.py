@@ -154,7 +154,7 @@ class ProcessPool:
         command: Any,
         *,
         in_turn: bool = True,
-        descriptors: Sequence[int] = (),
+        attached: Sequence[int] = (),
         number: int | None = None,
     ) -> int:
         """Sends a command; its reply has the number that is returned.
@@ -164,7 +164,7 @@ class ProcessPool:
             command: what; by value, unless it has `is_plain`. One that has `is_news`, and that the worker has not begun
                 to take when the next comes, is not sent, and gets no reply.
             in_turn: after those that were sent before; else as soon as the one under way is done.
-            descriptors: file descriptors that go with it.
+            attached: file descriptors that go with it.
             number: that it gets; None: a new one.
 
         Raises:
@@ -172,8 +172,8 @@ class ProcessPool:
             WorkerDied: nobody is there.
         """
         number = self.new_number() if number is None else number
-        request = Request.of(number, command, in_turn=in_turn, descriptors=len(descriptors))
-        self._sent(worker, request, descriptors, is_news=request.is_news and not descriptors)
+        request = Request.of(number, command, in_turn=in_turn, descriptors=len(attached))
+        self._sent(worker, request, attached, is_news=request.is_news and not attached)
         return number
 
     def stop(self, worker: int, number: int) -> None:
@@ -303,7 +303,7 @@ class ProcessPool:
                 if not process.is_alive():
                     process.close()
 
-    def _sent(self, worker: int, message: Any, descriptors: Sequence[int], *, is_news: bool = False) -> None:
+    def _sent(self, worker: int, message: Any, attached: Sequence[int], *, is_news: bool = False) -> None:
         channel = self._channels[worker]
         try:
             with Held(), channel.lock:
@@ -313,7 +313,7 @@ class ProcessPool:
                     channel.send_news(message)
                 else:
                     channel.send(message)
-                channel.send_descriptors(descriptors)
+                channel.send_descriptors(attached)
         except (BrokenPipeError, ConnectionError) as error:
             raise self._died(worker) from error
 

@@ -35,7 +35,7 @@ class Handler(Protocol):
 
     is_over: bool
 
-    def handle(self, command: Any, descriptors: Sequence[Any]) -> Any:
+    def handle(self, command: Any, attached: Sequence[Any]) -> Any:
         """The result of a command; what goes with it are file descriptors, or what its pool has in their place."""
 
     def withdraw(self, command: Any) -> Any:
@@ -131,8 +131,8 @@ class _Server:
         warnings.showwarning = self._note
         try:
             while not self._handler.is_over:
-                request, descriptors = self._next()
-                self._send(self._handled(request, descriptors))
+                request, attached = self._next()
+                self._send(self._handled(request, attached))
         except (EOFError, ConnectionError):
             pass  # the program has let go of this worker, or is gone
         finally:
@@ -143,20 +143,20 @@ class _Server:
         while not self._waiting or self._channel.has_message():
             request: Request = self._channel.receive()
             self._waiting.append((request, self._channel.receive_descriptors(request.descriptors)))
-        for place, (request, descriptors) in enumerate(self._waiting):
+        for place, (request, attached) in enumerate(self._waiting):
             if not request.in_turn:
                 del self._waiting[place]
-                return request, descriptors
+                return request, attached
         return self._waiting.popleft()
 
-    def _handled(self, request: Request, descriptors: list[int]) -> Reply:
+    def _handled(self, request: Request, attached: list[int]) -> Reply:
         try:
             command = unpacked(request.body)
             if command is None:
                 self._withdraw(request.id)
                 value = None
             else:
-                value = self._handler.handle(command, descriptors)
+                value = self._handler.handle(command, attached)
         except Stopped:
             raise
         except BaseException as error:
@@ -167,8 +167,8 @@ class _Server:
         """Those that were waiting for their turn then are not to be done."""
         withdrawn = [each for each in self._waiting if each[0].id < before]
         self._waiting = deque(each for each in self._waiting if each[0].id > before)
-        for request, descriptors in withdrawn:
-            for fd in descriptors:
+        for request, attached in withdrawn:
+            for fd in attached:
                 os.close(fd)
             self._send(Reply(request.id, self._worker, self._handler.withdraw(unpacked(request.body)), None))
 

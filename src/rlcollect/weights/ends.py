@@ -24,11 +24,11 @@ class Message:
 
     Attributes:
         content: what the receiver understands; it is pickled on its way.
-        descriptors: file descriptors that go with it. They stay the sender's to close.
+        attached: what goes with it; file descriptors stay the sender's to close.
     """
 
     content: Any
-    descriptors: Sequence[int] = ()
+    attached: Sequence[Any] = ()
 
 
 Hand = Callable[[int, Message], None]
@@ -79,8 +79,8 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """Takes the newest version there is."""
 
-    def accept(self, content: Any, descriptors: Sequence[int]) -> None:
-        """A message of the sender's; the descriptors are the receiver's to close."""
+    def accept(self, content: Any, attached: Sequence[Any]) -> None:
+        """A message of the sender's; file descriptors that go with it are the receiver's to close."""
 
     def is_behind(self) -> bool:
         """Whether there is something newer than what was taken last. Costs next to nothing."""

@@ -33,7 +33,7 @@ class Handed:
             self._waiting.update(copied)
             self._version = version
 
-    def accept(self, content: Any, descriptors: Sequence[int]) -> None:
+    def accept(self, content: Any, attached: Sequence[Any]) -> None:
         """See `Receiver`: nothing comes by message."""
 
     def is_behind(self) -> bool:

@@ -22,11 +22,11 @@ class LinkEnd:
     """One end. It goes to another process with what is pickled for it, while that is started.
 
     Attributes:
-        descriptors: that came with the last message.
+        attached: that came with the last message.
     """
 
     def __init__(self, connection: Any) -> None:
-        self.descriptors: Sequence[int] = ()
+        self.attached: Sequence[int] = ()
         self._connection = connection
         self._outbox: Outbox | None = None
         self._owner = os.getpid()
@@ -42,7 +42,7 @@ class LinkEnd:
             self._outbox = Outbox(self._connection)
         return self._outbox
 
-    def send(self, content: Any, deadline: float, descriptors: Sequence[int] = ()) -> None:
+    def send(self, content: Any, deadline: float, attached: Sequence[int] = ()) -> None:
         """Sends a message.
 
         Raises:
@@ -54,8 +54,8 @@ class LinkEnd:
         try:
             box = self._box
             with Held():
-                box.send((content, len(descriptors)))
-                box.send_descriptors(descriptors)
+                box.send((content, len(attached)))
+                box.send_descriptors(attached)
             while box.is_behind:
                 if not _takes(box.fileno(), deadline - time.monotonic()):
                     break
@@ -78,7 +78,7 @@ class LinkEnd:
             raise TimeoutError("The process at the other end of this scheme said nothing in time.")
         try:
             content, count = self._box.receive()
-            self.descriptors = self._box.receive_descriptors(count)
+            self.attached = self._box.receive_descriptors(count)
         except (EOFError, OSError) as error:
             raise ClosedError(GONE) from error
         return content

@@ -210,10 +210,10 @@ class ObjectReceiver:
         self._references: Sequence[Any] = ()
         self._number = -1
 
-    def accept(self, content: _Newest, descriptors: Sequence[Any]) -> None:
+    def accept(self, content: _Newest, attached: Sequence[Any]) -> None:
         """See `Receiver`. One that was overtaken on its way to a successor is not looked at."""
         if content.number > self._number:
-            self._newest, self._references, self._number = content, descriptors, content.number
+            self._newest, self._references, self._number = content, attached, content.number
 
     def is_behind(self) -> bool:
         """See `Receiver`."""

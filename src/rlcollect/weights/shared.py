@@ -166,9 +166,9 @@ class SharedReceiver:
         self._taker: Taker | None = None
         self._number = -1
 
-    def accept(self, content: _Attach, descriptors: Sequence[int]) -> None:
+    def accept(self, content: _Attach, attached: Sequence[int]) -> None:
         """See `Receiver`."""
-        memory = Arena.attached(descriptors[0], content.nbytes)
+        memory = Arena.attached(attached[0], content.nbytes)
         if content.number > self._number:  # else it was told of a later one already
             self._taker = Taker(memory, content.leaves, content.takers, content.taker)
             self._number = content.number

@@ -180,7 +180,7 @@ class Sending(Side):
 
     def _hand(self, worker: int, message: Message) -> None:
         try:
-            self._links[worker].send(message.content, self._deadline, message.descriptors)
+            self._links[worker].send(message.content, self._deadline, message.attached)
         except (TimeoutError, ClosedError) as error:  # the others are to have it all the same
             self._failed[worker] = error
 
@@ -279,7 +279,7 @@ class Receiving(Side):
         while (content := self._end.receive(deadline)) is not None:
             if isinstance(content, PolicyError):
                 raise content
-            self._receiver.accept(content, self._end.descriptors)
+            self._receiver.accept(content, self._end.attached)
         self._take()
         self._is_connected = True
         self._end.send(None, deadline)
@@ -313,7 +313,7 @@ class Receiving(Side):
         try:
             while not self._has_ended and self._end.has_message():
                 content = self._end.receive(0.0)
-                self._receiver.accept(content, self._end.descriptors)
+                self._receiver.accept(content, self._end.attached)
         except ClosedError:
             self._has_ended = True
 

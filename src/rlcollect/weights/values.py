@@ -109,7 +109,7 @@ class ValueReceiver:
         self._newest: _Values | None = None
         self._number = -1
 
-    def accept(self, content: _Values, descriptors: Sequence[int]) -> None:  # noqa: ARG002 - there are none
+    def accept(self, content: _Values, attached: Sequence[int]) -> None:  # noqa: ARG002 - there are none
         """See `Receiver`. One that was overtaken on its way to a successor is not looked at."""
         if content.number > self._number:
             self._newest, self._number = content, content.number

@@ -49,7 +49,7 @@ class InlinePool:
         command: Command,
         *,
         in_turn: bool = True,
-        descriptors: Sequence[int] = (),  # noqa: ARG002
+        attached: Sequence[Any] = (),  # noqa: ARG002
         number: int | None = None,
     ) -> int:
         """See `WorkerPool`. Memory is the program's own: there is nothing to attach."""

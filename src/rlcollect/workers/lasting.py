@@ -97,30 +97,30 @@ class LastingPool:
         command: Any,
         *,
         in_turn: bool = True,
-        descriptors: Sequence[int] = (),
+        attached: Sequence[Any] = (),
         number: int | None = None,
     ) -> int:
-        """See `WorkerPool`. What goes with descriptors, and news, are not sent again: `Revival` has its own."""
+        """See `WorkerPool`. What has anything attached, and news, are not sent again: `Revival` has its own."""
         if isinstance(command, Close):  # the end
             self._revival = None
         if self._revival is None or worker >= len(self._own):  # it is not one of these yet
-            return self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
+            return self._pool.submit(worker, command, in_turn=in_turn, attached=attached, number=number)
         number = self.new_number() if number is None else number
         self._revival.note(worker, command)
         with Held():
             if worker in self._due:
                 packed(command, getattr(command, "title", "command"))  # whether it can be sent shows now
             else:
-                self._send(number, worker, command, in_turn=in_turn, descriptors=descriptors)
-            if not (descriptors or getattr(command, "is_news", False)):
+                self._send(number, worker, command, in_turn=in_turn, attached=attached)
+            if not (attached or getattr(command, "is_news", False)):
                 self._sent[number] = _Sent(worker, command, in_turn, time.monotonic())
         return number
 
     def _send(
-        self, number: int, worker: int, command: Any, *, in_turn: bool = False, descriptors: Sequence[int] = ()
+        self, number: int, worker: int, command: Any, *, in_turn: bool = False, attached: Sequence[Any] = ()
     ) -> None:
         try:
-            self._pool.submit(worker, command, in_turn=in_turn, descriptors=descriptors, number=number)
+            self._pool.submit(worker, command, in_turn=in_turn, attached=attached, number=number)
         except (WorkerDied, ClosedError):  # it is noticed where it is listened for, and sent again then
             return
 
@@ -312,8 +312,8 @@ class LastingPool:
                 del self._sent[build]
         waiting = sorted(number for number, sent in self._sent.items() if sent.worker == worker)
         self._ask(worker, revival.build(worker, self._own[worker].warmup, self._own[worker].numbers))
-        for command, descriptors in revival.afterwards(worker):
-            self._send(self.new_number(), worker, command, descriptors=descriptors)
+        for command, attached in revival.afterwards(worker):
+            self._send(self.new_number(), worker, command, attached=attached)
         for number in sorted(waiting, key=lambda each: (not kept or each != first, each)):
             sent = self._sent[number] = replace(self._sent[number], at=time.monotonic())
             self._send(number, worker, sent.command, in_turn=sent.in_turn)

@@ -109,21 +109,21 @@ class Handling:
         torch.set_num_threads(threads)
         row.enter("importing what it was sent")
 
-    def handle(self, command: Command, descriptors: Sequence[Any]) -> Any:
+    def handle(self, command: Command, attached: Sequence[Any]) -> Any:
         """The answer to a command."""
         try:
-            return self._handled(command, descriptors)
+            return self._handled(command, attached)
         except BaseException:
             self.is_over = self._ends_by_failure and isinstance(command, Collect)
             raise
         finally:
             self._row.enter("waiting for a command")
 
-    def _memory_for(self, command: AttachSlots, descriptors: Sequence[Any]) -> Any:
+    def _memory_for(self, command: AttachSlots, attached: Sequence[Any]) -> Any:
         """Where rollouts are to lie: shared memory that the program has given."""
-        return Arena.attached(descriptors[0], command.plan.nbytes)
+        return Arena.attached(attached[0], command.plan.nbytes)
 
-    def _handled(self, command: Command, descriptors: Sequence[Any]) -> Any:
+    def _handled(self, command: Command, attached: Sequence[Any]) -> Any:
         if isinstance(command, Build):
             self._row.enter("importing what it was sent")
             sent = {name: getattr(command, name) for name in ("create_env_fn", "policy", "receiver")}
@@ -143,19 +143,19 @@ class Handling:
                 self._worker.taking.accept(early.content, attached)
             return self._worker.facts
         if isinstance(command, SchemeMessage) and self._worker is None:
-            self._early.append((command, descriptors))  # from another thread, before this worker is built
+            self._early.append((command, attached))  # from another thread, before this worker is built
             return None
         assert self._worker is not None
         if isinstance(command, AttachSlots):
-            return self._worker.attach_slots(command, self._memory_for(command, descriptors))
+            return self._worker.attach_slots(command, self._memory_for(command, attached))
         if isinstance(command, AttachBuffer):
             assert isinstance(self._worker, Worker)
-            put = Rings(command.share.open(descriptors), self._worker.engine.leaves, self._worker.keeping)
+            put = Rings(command.share.open(attached), self._worker.engine.leaves, self._worker.keeping)
             return self._worker.attach_buffer(put, by_step=command.by_step)
         if isinstance(command, SchemeMessage):
-            return self._worker.taking.accept(command.content, descriptors)
+            return self._worker.taking.accept(command.content, attached)
         if isinstance(command, AttachInterruptor):
-            return self._stops.attach(Arena.attached(descriptors[0], command.nbytes))
+            return self._stops.attach(Arena.attached(attached[0], command.nbytes))
         result = self._worker.handle(command)
         if isinstance(command, Run | Execute):  # opened where somebody waits for it
             return Parcel.of(result)

@@ -56,11 +56,11 @@ class _Remote(Handling):
         super().__init__(number, row, threads)
         self._memory: tuple[SlotPlan, Array] | None = None
 
-    def handle(self, command: Command, descriptors: Sequence[Any]) -> Any:
+    def handle(self, command: Command, attached: Sequence[Any]) -> Any:
         """The answer to a command."""
         if isinstance(command, Collect) and self._memory is not None:  # those of all remotes are numbered through
             command = replace(command, group=command.group % self._memory[0].groups)
-        result = super().handle(command, descriptors)
+        result = super().handle(command, attached)
         if not (isinstance(command, Collect) and isinstance(result, Collected)):
             return result
         if self._memory is not None:
@@ -71,16 +71,16 @@ class _Remote(Handling):
         flat, data = flattened(result.batch)
         return Beside(replace(result, batch=flat), data)
 
-    def _handled(self, command: Command, descriptors: Sequence[Any]) -> Any:
+    def _handled(self, command: Command, attached: Sequence[Any]) -> Any:
         if not isinstance(command, AttachRemoteBuffer):
-            return super()._handled(command, descriptors)
+            return super()._handled(command, attached)
         worker = self._worker
         assert isinstance(worker, Worker)
-        line = Line(descriptors[0], command.told)
+        line = Line(attached[0], command.told)
         put = Sending(line, command.writer, worker.engine.leaves, worker.driver.num_lanes, by_step=command.by_step)
         return worker.attach_buffer(put, by_step=command.by_step)
 
-    def _memory_for(self, command: AttachSlots, descriptors: Sequence[Any]) -> Array:  # noqa: ARG002
+    def _memory_for(self, command: AttachSlots, attached: Sequence[Any]) -> Array:  # noqa: ARG002
         """Where rollouts are to lie: here."""
         memory = Block(command.plan.nbytes).buffer
         self._memory = command.plan, memory

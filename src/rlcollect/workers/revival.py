@@ -15,7 +15,7 @@ from rlcollect.workers.commands import Build, Command, Load, Seed
 
 __all__ = ["Attachment", "Revival", "owed"]
 
-Attachment = tuple[Command, Sequence[int]]  # with the file descriptors that go with it
+Attachment = tuple[Command, Sequence[Any]]  # with what goes with it: see `WorkerPool.submit`
 
 
 class Revival:
@@ -114,7 +114,7 @@ class Revival:
         )
 
     def afterwards(self, worker: int) -> list[Attachment]:
-        """What it is told then, with file descriptors: where to write to and to take weights from, and its seed."""
+        """What it is told then: where to write to and to take weights from, and its seed."""
         told = [*self._attachments(worker)]
         if worker in self._seeds:
             told.append((replace(self._seeds[worker], generation=self._restarts.counts[worker]), ()))

@@ -65,10 +65,10 @@ class Taking:
         )
         return {POLICY: policy, **self._forms}
 
-    def accept(self, content: Any, descriptors: Sequence[int]) -> None:
+    def accept(self, content: Any, attached: Sequence[Any]) -> None:
         """A message of who sends weights."""
         assert self._receiver is not None
-        self._receiver.accept(content, descriptors)
+        self._receiver.accept(content, attached)
 
     def take(self) -> int | None:
         """Takes the newest weights; their version. None: there are no newer ones."""

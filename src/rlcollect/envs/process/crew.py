@@ -125,7 +125,7 @@ class Crew:
         stop = self._builds[worker].first + len(self._builds[worker].makers)
         with self._leader.new_bell(worker) as bell:
             command = Attach(self._plan, stop, turns(len(self._builds)))
-            return self._submit(worker, command, is_vital=True, descriptors=(self._arena.fd, bell.fileno()))
+            return self._submit(worker, command, is_vital=True, attached=(self._arena.fd, bell.fileno()))
 
     def close(self, seconds: float) -> None:
         """Ends the workers. Safe to repeat.
@@ -305,14 +305,14 @@ class Crew:
         command: Command,
         *,
         is_vital: bool,
-        descriptors: Sequence[int] = (),
+        attached: Sequence[int] = (),
         number: int | None = None,
     ) -> int:
         with Held():
             number = self._pool.new_number() if number is None else number
             self._open[number] = worker, is_vital
             try:
-                self._pool.submit(worker, command, descriptors=descriptors, number=number)
+                self._pool.submit(worker, command, attached=attached, number=number)
             except WorkerDied as error:
                 self._fail(worker, error)
             except OptionError:

@@ -114,10 +114,10 @@ class _Worker:
             SetAttr: self._set_attr,
         }
 
-    def handle(self, command: Command, descriptors: Sequence[int]) -> Any:
+    def handle(self, command: Command, attached: Sequence[int]) -> Any:
         """The answer to a command."""
         try:
-            return self._handlers[type(command)](command, descriptors)
+            return self._handlers[type(command)](command, attached)
         finally:
             self._row.enter("waiting for a command")
 
@@ -167,10 +167,10 @@ class _Worker:
         if difference:
             raise SpaceError(f"All lanes need the same spaces; lane {self._first + lane} has {difference}")
 
-    def _attach(self, command: Attach, descriptors: Sequence[int]) -> None:
-        memory = Memory(command.plan, Arena.attached(descriptors[0], command.plan.nbytes))
+    def _attach(self, command: Attach, attached: Sequence[int]) -> None:
+        memory = Memory(command.plan, Arena.attached(attached[0], command.plan.nbytes))
         self._stepper = _Stepper(self._envs, memory, self._number, slice(self._first, command.stop))
-        self._follower = Follower(memory.words[self._number], descriptors[1], command.looks)
+        self._follower = Follower(memory.words[self._number], attached[1], command.looks)
 
     # --- stepping ---
 
