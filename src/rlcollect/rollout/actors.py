@@ -1,6 +1,6 @@
-"""Who chooses the actions: the policy, chance, or (for one step, when a warm-up is shared unevenly) both.
+"""The policy as the one who acts: it is called, and what it writes is recorded.
 
-Each actor is given the memory of a rollout, prepares views of it for a window of steps, and then only calls and writes.
+It is given the memory of a rollout, prepares views of it for a window of steps, and then only calls and writes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcollect.envs.calls import MASK
-from rlcollect.envs.sampling import ActionSampler, DrivenSampler, MaskedActionSampler
 from rlcollect.errors import PolicyError
 from rlcollect.interfaces import RolloutMemory
-from rlcollect.layout import Key, Leaf, has_numpy, show_key
+from rlcollect.layout import Key, Leaf, show_key
 from rlcollect.rollout.checks import ActionCheck, first_undrawable
 from rlcollect.rollout.policy.carried import alike
 from rlcollect.rollout.policy.outputs import kind_of
 from rlcollect.rollout.policy.plan import Plan
 from rlcollect.rollout.policy.pooled import PooledState
 from rlcollect.rollout.policy.probe import version_of
+from rlcollect.rollout.storing import is_plain, rows_of, store_of
 
-__all__ = ["MixedActor", "PolicyActor", "RandomActor"]
+__all__ = ["PolicyActor"]
 
 Array = np.ndarray[Any, Any]
-Sampler = ActionSampler | MaskedActionSampler | DrivenSampler
 
 
 class PolicyActor:
@@ -61,14 +59,14 @@ class PolicyActor:
         self._batched = batched
         self._num_action_leaves = num_action_leaves
         forms = zip(plan.outputs, plan.shapes, plan.examples, strict=True)
-        self._stores = [_store(leaf, shape, example, on_host=on_host) for leaf, shape, example in forms]
+        self._stores = [store_of(leaf, shape, example, on_host=on_host) for leaf, shape, example in forms]
         self._actions: list[tuple[Array, ...]] = []
         self._shown: list[tuple[torch.Tensor, int]] = []
         self._memory: RolloutMemory | None = None
         self._loose: Mapping[Key, Sequence[Any]] = {}
         self._rows: list[tuple[Any, ...]] = []
         self._action_shape, self._action_dtype = plan.shapes[0], getattr(plan.examples[0], "dtype", None)
-        plain_action = on_host and len(plan.outputs) == 1 and _is_plain(plan.outputs[0], plan.examples[0])
+        plain_action = on_host and len(plan.outputs) == 1 and is_plain(plan.outputs[0], plan.examples[0])
         self.store: Callable[[int, Any], Sequence[Array]] = self._write_action if plain_action else self._write_all
         self._check_actions = check_actions
         self.write = self.store if check_actions is None else self._write_checked
@@ -125,7 +123,7 @@ class PolicyActor:
 
     def _views(self, start: int, stop: int) -> list[tuple[Any, ...]]:
         assert self._memory is not None
-        rows = [_rows(self._memory, leaf, start, stop) for leaf in self._plan.outputs]
+        rows = [rows_of(self._memory, leaf, start, stop) for leaf in self._plan.outputs]
         return list(zip(*rows, strict=True))
 
     def enter(self, t: int) -> None:
@@ -309,230 +307,3 @@ class _WithLoose(Sequence[tuple[Any, ...]]):
     def __getitem__(self, t: Any) -> Any:
         tensors = iter(self._tensors[t])
         return tuple([next(tensors) if values is None else values[self._start + t] for values in self._loose])
-
-
-class RandomActor:
-    """Draws actions: a whole rollout's at once, or step by step where an "action_mask" tells what is allowed.
-
-    Args:
-        make_sampler: from a generator to a source of actions.
-        generator: where its randomness comes from.
-        leaves: how the actions are stored.
-    """
-
-    def __init__(
-        self,
-        make_sampler: Callable[[np.random.Generator], Sampler],
-        generator: np.random.Generator,
-        leaves: Sequence[Leaf],
-    ) -> None:
-        self.observations: Sequence[tuple[Any, ...]] = []
-        self.sampler = make_sampler(generator)
-        self.call: Callable[..., Any] = tuple
-        self._make_sampler = make_sampler
-        self._leaves = leaves
-        self._rows: list[tuple[Any, ...]] = []
-        self._memory: RolloutMemory | None = None
-        self._times: list[tuple[int]] = []
-        self.write: Callable[[int, Any], Sequence[Any]] = self._write_drawn
-
-    def reseed(self, generator: np.random.Generator) -> None:
-        """Begins another stream."""
-        self.sampler = self._make_sampler(generator)
-
-    def bind(self, memory: RolloutMemory) -> None:
-        """Takes the memory of the next rollout."""
-        self._memory = memory
-
-    def view(self, start: int, stop: int) -> None:
-        """The steps that follow are these of the rollout: draws their actions, or makes views of their masks."""
-        memory = self._memory
-        assert memory is not None
-        self._rows = memory.arrays.once(
-            ("random", start, stop),
-            lambda: list(zip(*(_rows(memory, leaf, start, stop) for leaf in self._leaves), strict=True)),
-        )
-        if isinstance(self.sampler, ActionSampler):
-            self._draw_ahead(self.sampler, memory, start, stop)
-            return
-        self.observations = [()] * (stop - start)
-        self.call, self.write = self.sampler.sample, self._write_drawn
-        if isinstance(self.sampler, MaskedActionSampler) and MASK in memory.arrays:
-            self.observations = [(mask,) for mask in memory.arrays[MASK].swapaxes(0, 1)[start:stop]]
-        elif isinstance(self.sampler, MaskedActionSampler):
-            sample = self.sampler.sample
-            self.observations = [(mask,) for mask in memory.tensors[MASK][:, start:stop].unbind(1)]
-            self.call = lambda mask: sample(mask.cpu().numpy())
-
-    def _draw_ahead(self, sampler: ActionSampler, memory: RolloutMemory, start: int, stop: int) -> None:
-        for leaf, drawn in zip(self._leaves, sampler.peek(stop - start, skip=start), strict=True):
-            if leaf.key in memory.arrays:
-                memory.arrays[leaf.key].swapaxes(0, 1)[start:stop] = drawn
-            else:
-                time = memory.tensors[leaf.key].ndim - len(leaf.shape) - 1
-                rows = torch.from_numpy(drawn.swapaxes(0, 1) if time else drawn[:, 0])
-                memory.tensors[leaf.key].narrow(time, start, stop - start).copy_(rows)
-        if len(self._times) < stop - start:
-            self._times = [(t,) for t in range(stop - start)]
-        self.observations = self._times[: stop - start]
-        self.call, self.write = self._rows.__getitem__, _written
-
-    def check(self, outputs: Any) -> None:
-        """Chance is always right."""
-
-    def finish(self, made: int) -> None:
-        """So many steps were random."""
-        if isinstance(self.sampler, ActionSampler):
-            self.sampler.advance(made)
-
-    def release(self) -> None:
-        """Lets the memory go."""
-        self.observations, self._rows, self.call, self._memory = [], [], tuple, None
-
-    def _write_drawn(self, t: int, outputs: Sequence[Any]) -> Sequence[Any]:
-        rows = self._rows[t]
-        for row, value in zip(rows, outputs, strict=True):
-            _put(row, ..., value)
-        return rows
-
-
-def _put(row: Any, where: Any, value: Any) -> None:
-    """Stores an array or a tensor in a row that is either."""
-    if isinstance(row, torch.Tensor):
-        value = torch.as_tensor(value, device=row.device)
-        where = torch.from_numpy(where).to(row.device) if isinstance(where, np.ndarray) else where
-    row[where] = value
-
-
-def _written(_t: int, rows: Sequence[Array]) -> Sequence[Array]:
-    """Actions that stand in their rows already."""
-    return rows
-
-
-class MixedActor:
-    """The policy, with random actions in some lanes: both are asked, and the random ones win there.
-
-    Attributes:
-        lanes: bool `[N]`, where the action is random.
-
-    Args:
-        policy: asked for all lanes.
-        random: asked for all lanes.
-        lanes: as above.
-    """
-
-    def __init__(self, policy: PolicyActor, random: RandomActor, lanes: Array) -> None:
-        self.observations = _Both(policy.observations, random.observations)
-        self.lanes = lanes
-        self._policy = policy
-        self._random = random
-
-    def call(self, observation: tuple[Any, ...], masks: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        """What the policy wrote, and what chance would do."""
-        drawn = [_copied(value) for value in self._random.call(*masks)]  # they may stand where the policy writes
-        return self._policy.call(*observation), drawn
-
-    def check(self, outputs: tuple[Any, list[Any]]) -> None:
-        """Holds the policy's outputs against its first ones."""
-        self._policy.check(outputs[0])
-
-    def write(self, t: int, outputs: tuple[Any, list[Any]]) -> Sequence[Any]:
-        """Stores both in row t; what else the policy wrote is zero where the action is random."""
-        chosen, drawn = outputs
-        self._policy.prove(chosen)
-        rows = self._policy.store(t, chosen)
-        self._policy.check_actions(chosen, ~self.lanes)
-        for row, value in zip(rows, drawn, strict=True):
-            _put(
-                row,
-                self.lanes,
-                value[torch.from_numpy(self.lanes)] if isinstance(value, torch.Tensor) else value[self.lanes],
-            )
-        self._policy.blank_extras(t, self.lanes)
-        return rows
-
-
-class _Both(Sequence[tuple[Any, ...]]):
-    """Pairs of what two actors are shown."""
-
-    def __init__(self, one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> None:
-        self._one = one
-        self._other = other
-
-    def __len__(self) -> int:
-        return len(self._one)
-
-    def __getitem__(self, t: Any) -> Any:
-        return self._one[t], self._other[t]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
-
-
-def _rows(memory: RolloutMemory, leaf: Leaf, start: int, stop: int) -> Sequence[Any]:
-    """For each step, where an output goes: an array `[N, *shape]`, or a tensor where numpy lacks the dtype."""
-    if leaf.key in memory.arrays:
-        return list(memory.arrays[leaf.key][:, start:stop].swapaxes(0, 1))
-    tensor = memory.tensors[leaf.key]
-    time = tensor.ndim - len(leaf.shape) - 1
-    return tensor.narrow(time, start, stop - start).unbind(time)
-
-
-def _store(leaf: Leaf, shape: tuple[int, ...], example: Any, *, on_host: bool) -> Callable[[Any, Any], None]:
-    """How an output of this kind gets into its row; one of another shape or dtype, which numpy would cast, does not."""
-    if example is None:  # the policy was not called at construction
-        return _store_any
-    if not on_host:
-        return _store_there(leaf, shape)
-    if not isinstance(example, torch.Tensor):
-        return _store_array
-    if not (has_numpy(leaf.dtype) and has_numpy(example.dtype)):
-        return _store_by_torch
-    dtype = example.dtype
-
-    def store_tensor(row: Array, value: torch.Tensor) -> None:
-        if value.shape != shape or value.dtype is not dtype:
-            raise TypeError(f"{leaf} expected, {value.shape} {value.dtype} came")
-        row[...] = value.numpy()
-
-    def store_detached(row: Array, value: torch.Tensor) -> None:
-        store_tensor(row, value.detach())
-
-    return store_detached if example.requires_grad else store_tensor
-
-
-def _store_there(leaf: Leaf, shape: tuple[int, ...]) -> Callable[[Any, Any], None]:
-    """How an output gets into a row on another device."""
-
-    def store(row: torch.Tensor, value: Any) -> None:
-        if tuple(np.shape(value)) != shape:
-            raise TypeError(f"{leaf} expected, {np.shape(value)} came")
-        row.copy_(torch.as_tensor(value))
-
-    return store
-
-
-def _is_plain(leaf: Leaf, example: Any) -> bool:
-    """Whether an output is a tensor that numpy can have as it is."""
-    return (
-        isinstance(example, torch.Tensor)
-        and has_numpy(leaf.dtype)
-        and has_numpy(example.dtype)
-        and not example.requires_grad
-    )
-
-
-def _store_array(row: Array, value: Any) -> None:
-    row[...] = value
-
-
-def _store_any(row: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        _store_by_torch(row, value.detach())
-    else:
-        row[...] = value
-
-
-def _store_by_torch(row: Any, value: torch.Tensor) -> None:
-    (row if isinstance(row, torch.Tensor) else torch.from_numpy(row)).copy_(value)

@@ -23,7 +23,8 @@ from rlcollect.memory.device import DeviceSource
 from rlcollect.memory.scratch import Scratch
 from rlcollect.memory.slots import SameSlot, SlotSource
 from rlcollect.options import How, Sink, What, Where
-from rlcollect.rollout.actors import PolicyActor, RandomActor, Sampler
+from rlcollect.rollout.actors import PolicyActor
+from rlcollect.rollout.chance import RandomActor, Sampler
 from rlcollect.rollout.checks import ActionCheck
 from rlcollect.rollout.dense import DenseEngine
 from rlcollect.rollout.engine import WINDOW, Engine

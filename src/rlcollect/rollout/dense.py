@@ -14,7 +14,7 @@ from rlcollect.interfaces import Actor, EnvDriver
 from rlcollect.layout import Key
 from rlcollect.memory.slots import Slot
 from rlcollect.options import What
-from rlcollect.rollout.actors import MixedActor
+from rlcollect.rollout.chance import MixedActor
 from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory, counts_of
 
 __all__ = ["DenseEngine"]

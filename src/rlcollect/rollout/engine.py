@@ -27,7 +27,8 @@ from rlcollect.interfaces import Actor, EnvDriver, Interruptor, RolloutMemory
 from rlcollect.layout import Leaf
 from rlcollect.memory.slots import Slot
 from rlcollect.options import How, What
-from rlcollect.rollout.actors import PolicyActor, RandomActor
+from rlcollect.rollout.actors import PolicyActor
+from rlcollect.rollout.chance import RandomActor
 from rlcollect.rollout.episodes import Episodes
 from rlcollect.rollout.seeding import FreeStream, TorchStream, action_generator, lane_seed, torch_seed
 from rlcollect.rollout.timing import StepSampler

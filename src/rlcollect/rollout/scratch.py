@@ -19,7 +19,7 @@ from rlcollect.layout import Key
 from rlcollect.memory.scratch import Scratch
 from rlcollect.memory.slots import Slot, SlotSource
 from rlcollect.options import What
-from rlcollect.rollout.actors import MixedActor
+from rlcollect.rollout.chance import MixedActor
 from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory, counts_of
 
 __all__ = ["ScratchEngine"]
