@@ -446,3 +446,21 @@ def driven_workers(kind):
     count = len(pool)
     pool.shutdown()
     return range(count)
+
+
+@pytest.mark.parametrize("kind", every_pool[1:])
+def test_what_is_to_end_early_does_so_in_a_successor_too(kind):
+    """Pools whose workers can be started anew."""
+    driven = Driven(kind)
+    pool = driven.pool
+    try:
+        builds = packed_builds([replace(each, can_stop=True) for each in build_of(pool, Counter)])
+        driven.values([pool.submit(worker, build) for worker, build in enumerate(builds)])
+        number = pool.new_number()
+        pool.stop(0, number)
+        pool.restart(0)
+        driven.ask(builds[0])
+        assert driven.ask(Collect(50, number=number), number=number).steps == 1
+        assert driven.ask(Collect(50, number=number + 1)).steps == 50
+    finally:
+        pool.shutdown()

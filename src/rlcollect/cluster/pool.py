@@ -85,6 +85,7 @@ class ActorPool:
         self._members: list[Member] = []
         self._retired = set[int]()
         self._calls: dict[int, _Call] = {}
+        self._stops: dict[int, int] = {}  # the newest number that each was told to stop
         self._half = set[int]()  # those of which all is here but the reply
         self._telling = 0.0  # until when those that were asked for a sign of life have time, for an error
         self._session = session()
@@ -184,8 +185,9 @@ class ActorPool:
             raise self._died(worker, None)
 
     def stop(self, worker: int, number: int) -> None:
-        """See `WorkerPool`."""
+        """See `WorkerPool`. Who comes in its place is told too, of what it has not done."""
         with Held():
+            self._stops[worker] = max(number, self._stops.get(worker, 0))
             if self._is_there():
                 self._members[worker].actor.stop.remote(number)
 
@@ -307,6 +309,8 @@ class ActorPool:
                 raise self._died(worker, None)
             self._members[worker] = self._made(worker, self._configs[worker])
             self._retired.discard(worker)
+            if worker in self._stops:
+                self._members[worker].actor.stop.remote(self._stops[worker])
 
     def kept(self, worker: int, number: int) -> int:  # noqa: ARG002
         """See `RevivablePool`: a rollout is in its worker's memory until it is whole."""
