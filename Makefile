@@ -35,8 +35,12 @@ interop: $(INTEROP)
 	$(BIN)/pytest -n 2 --dist worksteal tests/interop
 	$(BIN)/pytest -n 2 --dist worksteal -m "cluster and not slow" tests/cluster tests/cli tests/workers/test_pool_contract.py
 
+# the suites for every kind of collector, with their workers in actors of Ray: half an hour of the whole
+ON_RAY := tests/workers/test_parity.py tests/workers/test_faults.py tests/weights/test_suite.py
+
 slow: $(READY)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
+	$(BIN)/pytest -n 2 --dist worksteal --ray $(ON_RAY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py

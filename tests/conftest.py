@@ -22,6 +22,14 @@ def pytest_configure(config: pytest.Config) -> None:
     backend.IS_RAY = config.getoption("--ray")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--ray` there are only tests whose workers are there."""
+    if backend.IS_RAY:
+        others = [item for item in items if not backend.is_on_ray(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def on_ray() -> Iterator[None]:
     """Ray, where workers are to be there; it is gone at the end, whoever started it."""

@@ -25,11 +25,15 @@ import torch
 
 from rlcollect import MultiAsyncCollector, MultiSyncCollector
 from rlcollect.testing import Breaker, Counter
+from tests import backend
 
-KINDS = [MultiSyncCollector, MultiAsyncCollector]
+KINDS: list[Any] = [MultiSyncCollector, MultiAsyncCollector]
+if backend.IS_RAY:
+    KINDS = [backend.Named(sync=True), backend.Named(sync=False)]
 HANG_LIMIT = 5.0  # seconds: nothing here takes as long, unless it hangs
+STARTING = 40.0 if backend.IS_RAY else 20.0  # the same, where workers start
 SHARED = "memfd:rlcollect"  # as the system names it
-CULPRIT = "rlcollect-1"  # the process of worker 1, which is the one that breaks
+CULPRIT = "rlcollect-1"  # the process, or actor, of worker 1, which is the one that breaks
 
 
 class OddError(Exception):
@@ -61,7 +65,7 @@ class Breaks:
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
-        if self.calls == self.at and multiprocessing.current_process().name == CULPRIT:
+        if self.calls == self.at and backend.own_name().startswith(CULPRIT):
             act(self.how, self.exception)
         return arguments[0] if arguments else None
 
@@ -229,6 +233,9 @@ def check_nothing_is_left(before: Belongings) -> None:
         more.update(Belongings.now().more_than(before))
         return not more
 
+    if backend.IS_RAY:  # which keeps more and more of its own
+        assert becomes_true(lambda: not backend.living()), backend.living()
+        return
     assert becomes_true(is_clean), more
 
 
@@ -239,6 +246,11 @@ def worker_process(number: int) -> BaseProcess:
 
 def kill_worker(number: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Kills it, and waits until that can be noticed; by a descriptor of its own, since the pool may close its one."""
+    if backend.IS_RAY:
+        pid = backend.pid_of(number)
+        os.kill(pid, by)
+        assert becomes_true(lambda: not is_alive(pid))
+        return
     process = worker_process(number)
     assert process.pid is not None
     sentinel = os.dup(process.sentinel)

@@ -35,9 +35,11 @@ from rlcollect import (
 )
 from rlcollect.testing import Breaker, Counter, UnpicklableError, check_batch
 from rlcollect.testing.breaker import EXIT_CODE
+from tests import backend
 from tests.workers.fault_helpers import (
     HANG_LIMIT,
     KINDS,
+    STARTING,
     Belongings,
     BreakingPolicy,
     Breaks,
@@ -59,6 +61,8 @@ from tests.workers.fault_helpers import (
 )
 
 pytestmark = pytest.mark.timeout(60)
+IS_RAY = backend.IS_RAY
+in_processes = pytest.mark.skipif(IS_RAY, reason="about processes, and memory that they share")
 
 MISREAD = [StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt]
 both = pytest.mark.parametrize("kind", KINDS)
@@ -171,7 +175,7 @@ def open_and_go_on(kind, where, how, **options):
 
 def steps_made(kind, where):
     """How many frames the lane had made when it broke."""
-    rollout = STEPS if kind is MultiSyncCollector else 2 * STEPS
+    rollout = STEPS if kind is KINDS[0] else 2 * STEPS
     return {
         "reset": 4,  # the fifth ends the episode, and is under way
         "step": 8,
@@ -253,6 +257,13 @@ class TestRaise:
         assert collector.closed
 
 
+def check_end(error, exitcode):
+    """It says how; Ray does not know."""
+    assert error.exitcode == (None if IS_RAY else exitcode)
+    told = signal.Signals(-exitcode).name if exitcode < 0 else f"exit code {exitcode}"
+    assert ("Ray says: " if IS_RAY else told) in str(error)
+
+
 class TestDeath:
     """Noticed at once, without a time limit, and it says how."""
 
@@ -266,15 +277,16 @@ class TestDeath:
         ],
     )
     def test_anywhere(self, kind, where, how):
-        with pytest.raises(WorkerDied) as raised, within(20):
+        with pytest.raises(WorkerDied) as raised, within(STARTING):
             open_and_go_on(kind, where, how)
         error = raised.value
         assert error.worker == 1
-        assert error.exitcode == (EXIT_CODE if how == "exit" else -signal.SIGKILL)
-        assert f"exit code {EXIT_CODE}" in str(error) if how == "exit" else "SIGKILL" in str(error)
+        check_end(error, EXIT_CODE if how == "exit" else -signal.SIGKILL)
         assert "worker 1" in str(error)
         assert error.stage in str(error)
-        if where == "update":
+        if IS_RAY:  # it is what was heard last
+            assert error.stage
+        elif where == "update":
             assert error.stage != "waiting for a command"
         else:
             assert error.stage == STAGES.get(where, "collecting")
@@ -306,10 +318,10 @@ class TestHang:
     @pytest.mark.parametrize(
         ("kind", "where"),
         [
-            (MultiSyncCollector, "probe"),
-            (MultiAsyncCollector, "first reset"),
-            *slowly((MultiSyncCollector, "constructor"), (MultiSyncCollector, "first reset")),
-            *slowly((MultiAsyncCollector, "constructor"), (MultiAsyncCollector, "probe")),
+            (KINDS[0], "probe"),
+            (KINDS[1], "first reset"),
+            *slowly((KINDS[0], "constructor"), (KINDS[0], "first reset")),
+            *slowly((KINDS[1], "constructor"), (KINDS[1], "probe")),
         ],
     )
     def test_at_construction(self, kind, where):
@@ -410,6 +422,7 @@ FIRST = ["first reset", "reset", "pre hook", "seed", "state_dict"]
 SECOND = ["constructor", "probe", "policy", "post hook", "map_fn"]
 
 
+@pytest.mark.on_ray
 class TestExceptions:
     """FAULTS 54: whatever it is, it comes out, or its text does."""
 
@@ -449,7 +462,7 @@ class TestExceptions:
         assert "raise self._make_exception()" in report.worker_traceback
 
     def test_slots_of_an_exception(self):
-        error = step_breaks(MultiSyncCollector, SlottedError)
+        error = step_breaks(KINDS[0], SlottedError)
         assert isinstance(error, SlottedError)
         assert str(error) == "slotted"
         assert error.code == 9
@@ -458,7 +471,7 @@ class TestExceptions:
         class LocalError(Exception):
             pass
 
-        error = step_breaks(MultiSyncCollector, lambda: LocalError("mine"))
+        error = step_breaks(KINDS[0], lambda: LocalError("mine"))
         assert type(error) is LocalError
         check_report(error, step=2, lane=0)
 
@@ -470,7 +483,7 @@ class TestExceptions:
             ExceptionGroup: ("several", [ValueError(1), KeyError(2)]),
         }.get(kind_of_error, ("mine",))
         expected = kind_of_error(*arguments)
-        error = step_breaks(MultiSyncCollector, functools.partial(kind_of_error, *arguments))
+        error = step_breaks(KINDS[0], functools.partial(kind_of_error, *arguments))
         assert type(error) is type(expected)
         assert str(error) == str(expected)
         assert getattr(error, "filename", None) == getattr(expected, "filename", None)
@@ -478,14 +491,14 @@ class TestExceptions:
 
     def test_a_group_of_odd_ones(self):
         """Its parts have to cross too; where they cannot, its text does."""
-        error = step_breaks(MultiSyncCollector, lambda: ExceptionGroup("several", [OddError(code=1)]))
+        error = step_breaks(KINDS[0], lambda: ExceptionGroup("several", [OddError(code=1)]))
         assert isinstance(error, ExceptionGroup | WorkerError), repr(error)
         report = error if isinstance(error, WorkerError) else error.__cause__
         assert "broken, with code 1" in report.worker_traceback
 
     def test_a_large_one(self):
         """It does not fit a pipe."""
-        error = step_breaks(MultiSyncCollector, functools.partial(BespokeError, "x" * 5_000_000, 0))
+        error = step_breaks(KINDS[0], functools.partial(BespokeError, "x" * 5_000_000, 0))
         assert len(error.one) == 5_000_000
 
     def test_its_own_cause_is_in_the_traceback(self):
@@ -493,13 +506,13 @@ class TestExceptions:
             def step(self, action):
                 raise RuntimeError("second") from OddError(code=1)
 
-        with MultiSyncCollector([Counter, Chained], frames_per_batch=8) as collector:
+        with KINDS[0]([Counter, Chained], frames_per_batch=8) as collector:
             with pytest.raises(RuntimeError, match="second") as raised:
                 collector.next()
             assert "broken, with code 1" in raised.value.__cause__.worker_traceback
 
     def test_all_workers_at_once(self):
-        with MultiSyncCollector([functools.partial(Breaker, exception=odd)] * 3, frames_per_batch=12) as collector:
+        with KINDS[0]([functools.partial(Breaker, exception=odd)] * 3, frames_per_batch=12) as collector:
             with pytest.raises(OddError) as raised:
                 collector.next()
             assert raised.value.__cause__.worker in range(3)
@@ -507,9 +520,9 @@ class TestExceptions:
     @pytest.mark.parametrize(
         ("kind", "exception"),
         [
-            *[(MultiSyncCollector, exception) for exception in MISREAD],
-            (MultiAsyncCollector, StopIteration),
-            *slowly(*[(MultiAsyncCollector, exception) for exception in MISREAD[1:]]),
+            *[(KINDS[0], exception) for exception in MISREAD],
+            (KINDS[1], StopIteration),
+            *slowly(*[(KINDS[1], exception) for exception in MISREAD[1:]]),
         ],
     )
     def test_what_would_be_misread(self, kind, exception):
@@ -544,7 +557,7 @@ class TestExceptions:
         }[where]
 
         def use():
-            with MultiSyncCollector([Counter, maker], frames_per_batch=16, total_frames=64, **options) as collector:
+            with KINDS[0]([Counter, maker], frames_per_batch=16, total_frames=64, **options) as collector:
                 if where == "map_fn":
                     collector.map_fn(Breaks("raise", 1, fails))
                 go_on(collector, where if where != "map_fn" else "", "raise")
@@ -566,10 +579,11 @@ class TestKilled:
         with kind([Counter] * 2, frames_per_batch=8) as collector:
             collector.next()
             kill_worker(1, by)
-            with pytest.raises(WorkerDied, match=by.name) as raised, within(20):  # noqa: PT012
-                for _ in range(20):
+            with pytest.raises(WorkerDied) as raised, within(20):  # noqa: PT012
+                for _ in range(20 if not IS_RAY else 2000):  # Ray takes a while to notice
                     collector.next()
-            assert (raised.value.worker, raised.value.exitcode) == (1, -by)
+            assert raised.value.worker == 1
+            check_end(raised.value, -by)
             assert collector.closed
 
     def test_by_a_polite_signal(self):
@@ -584,10 +598,10 @@ class TestKilled:
     @pytest.mark.parametrize(
         ("kind", "command"),
         [
-            *[(MultiSyncCollector, command) for command in ("set_seed", "map_fn", "load_state_dict")],
-            *[(MultiAsyncCollector, command) for command in ("reset", "state_dict", "update")],
-            *slowly(*[(MultiSyncCollector, command) for command in ("reset", "state_dict", "update")]),
-            *slowly(*[(MultiAsyncCollector, command) for command in ("set_seed", "map_fn", "load_state_dict")]),
+            *[(KINDS[0], command) for command in ("set_seed", "map_fn", "load_state_dict")],
+            *[(KINDS[1], command) for command in ("reset", "state_dict", "update")],
+            *slowly(*[(KINDS[0], command) for command in ("reset", "state_dict", "update")]),
+            *slowly(*[(KINDS[1], command) for command in ("set_seed", "map_fn", "load_state_dict")]),
         ],
     )
     def test_before_a_command(self, kind, command):
@@ -604,8 +618,10 @@ class TestKilled:
                 "load_state_dict": lambda: collector.load_state_dict(state),
                 "update": lambda: collector.update_policy_weights_(worker_ids=1),
             }
-            with pytest.raises(WorkerDied) as raised, within(20):
+            with pytest.raises(WorkerDied) as raised, within(20):  # noqa: PT012
                 calls[command]()
+                for _ in range(2000 if IS_RAY and command == "update" else 0):  # Ray tells nobody who does not wait
+                    collector.next()
             assert raised.value.worker == 1
             assert collector.closed
 
@@ -646,8 +662,9 @@ class TestKilled:
             [Counter, functools.partial(Breaker, "hang", at=2)], frames_per_batch=8, total_frames=80
         ) as collector:
             threading.Timer(0.3, kill_worker, [1]).start()
-            with pytest.raises(WorkerDied, match="SIGKILL"), within(20):
+            with pytest.raises(WorkerDied) as raised, within(20):
                 list(collector)
+            check_end(raised.value, -signal.SIGKILL)
 
     @pytest.mark.parametrize("learning", [0.0, 0.005])
     def test_while_the_others_deliver(self, learning):
@@ -687,9 +704,10 @@ class TestKilled:
             kill_worker(1)
 
         threading.Thread(target=kill).start()
-        with pytest.raises(WorkerDied, match="SIGKILL") as raised, within(20):
+        with pytest.raises(WorkerDied) as raised, within(STARTING):
             kind([Counter, maker], frames_per_batch=8)
-        assert raised.value.stage == "building its environments"
+        check_end(raised.value, -signal.SIGKILL)
+        assert IS_RAY or raised.value.stage == "building its environments"
 
 
 # --- time limits lose nothing ---
@@ -777,10 +795,10 @@ class TestTimeouts:
     @pytest.mark.parametrize(
         ("kind", "command"),
         [
-            *[(MultiSyncCollector, command) for command in ("map_fn", "reset")],
-            *[(MultiAsyncCollector, command) for command in ("state_dict", "set_seed")],
-            *slowly(*[(MultiSyncCollector, command) for command in ("state_dict", "set_seed")]),
-            *slowly(*[(MultiAsyncCollector, command) for command in ("map_fn", "reset")]),
+            *[(KINDS[0], command) for command in ("map_fn", "reset")],
+            *[(KINDS[1], command) for command in ("state_dict", "set_seed")],
+            *slowly(*[(KINDS[0], command) for command in ("state_dict", "set_seed")]),
+            *slowly(*[(KINDS[1], command) for command in ("map_fn", "reset")]),
         ],
     )
     def test_a_command_that_is_late_is_done_all_the_same(self, kind, command):
@@ -827,13 +845,13 @@ class TestTimeouts:
     def test_the_start_of_all(self):
         makers = [functools.partial(Breaker, "hang", "constructor"), functools.partial(Breaker, "hang", "reset")]
         told = ["worker 0 (building its environments", "worker 1 (resetting its environments for the first time"]
-        error, _ = late_start(functools.partial(MultiSyncCollector, makers, frames_per_batch=8), *told)
+        error, _ = late_start(functools.partial(KINDS[0], makers, frames_per_batch=8), *told)
         assert error.workers == (0, 1)
         assert all(text in str(error) for text in told), error
 
     def test_the_start_of_a_policy_that_its_factory_makes(self):
         told, options = "worker 1 (building the policy", {"policy_factory": SlowFactory(), "frames_per_batch": 8}
-        error, _ = late_start(functools.partial(MultiSyncCollector, [Counter] * 2, **options), told)
+        error, _ = late_start(functools.partial(KINDS[0], [Counter] * 2, **options), told)
         assert error.workers == (1,)
         assert told in str(error)
 
@@ -975,6 +993,7 @@ class Deaf(Counter):
 # --- memory ---
 
 
+@in_processes
 class TestSharedMemory:
     """FAULTS 97."""
 
@@ -1055,11 +1074,12 @@ def memory_of(pid):
 class TestMany:
     """FAULTS 56, 98: nothing grows."""
 
+    @in_processes
     @pytest.mark.parametrize(
         ("kind", "count", "bytes_more"),
         [
-            (MultiAsyncCollector, 500, 2_000_000),
-            *slowly((MultiSyncCollector, 500, 2_000_000), *[(kind, 1500, 4_000_000) for kind in KINDS]),
+            (KINDS[1], 500, 2_000_000),
+            *slowly((KINDS[0], 500, 2_000_000), *[(kind, 1500, 4_000_000) for kind in KINDS]),
         ],
     )
     def test_small_batches(self, kind, count, bytes_more):
