@@ -42,7 +42,7 @@ slow: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 	$(BIN)/pytest -n 2 --dist worksteal --ray $(ON_RAY)
 
-bench: $(READY)
+bench: $(INTEROP)
 	$(BIN)/python benchmarks/run.py
 
 clean:

@@ -12,6 +12,7 @@ for name in (
     "single_process",
     "policies",
     "vector_environments",
+    "tensordict_environments",
     "frames",
     "compact",
     "workers",
@@ -20,6 +21,9 @@ for name in (
     "stragglers",
     "trajectories",
     "whole_episodes",
+    "buffers",
+    "replay",
+    "cluster",
     "import_time",
     "stats_cost",
 ):
