@@ -142,6 +142,7 @@ class TestAsync:
         for ours, theirs in zip(*parts, strict=True):
             assert_same(ours, theirs)
 
+    @pytest.mark.cluster
     def test_counts_are_exact_and_iteration_goes_on(self):
         """FAULTS 60: break, iterate again; then another collector in the same program."""
         for _ in range(2):
@@ -182,6 +183,7 @@ class TestAsync:
 
 
 class TestWeights:
+    @pytest.mark.cluster
     def test_versions_are_exact_and_an_update_is_for_whom_it_says(self):
         """FAULTS 35: the index is the remote's own; the last one works."""
         policy = One()

@@ -160,6 +160,7 @@ class TestContent:
 
 
 class TestSamples:
+    @pytest.mark.cluster
     def test_slices_go_on_over_rollouts_and_end_with_an_episode(self):
         own = {"sampler": "slice", "slice_len": 5, "batch_size": 40, "strict_length": False, "seed": 0}
         with RayReplayBuffer(4000, **own) as buffer:
