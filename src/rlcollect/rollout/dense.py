@@ -15,7 +15,8 @@ from rlcollect.layout import Key
 from rlcollect.memory.slots import Slot
 from rlcollect.options import What
 from rlcollect.rollout.chance import MixedActor
-from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory, counts_of
+from rlcollect.rollout.engine import RANDOM_VERSION, Engine, counts_of
+from rlcollect.rollout.parts import Memory
 
 __all__ = ["DenseEngine"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,60 +25,21 @@ from rlcollect.errors import PolicyError
 from rlcollect.failures import relayed
 from rlcollect.interfaces import Actor, EnvDriver, Interruptor, RolloutMemory
 from rlcollect.layout import Leaf
-from rlcollect.memory.slots import Slot
 from rlcollect.options import How, What
 from rlcollect.rollout.actors import PolicyActor
 from rlcollect.rollout.chance import RandomActor
 from rlcollect.rollout.episodes import Episodes
-from rlcollect.rollout.seeding import FreeStream, TorchStream, action_generator, lane_seed, torch_seed
+from rlcollect.rollout.parts import Memory, Parts, Whole
+from rlcollect.rollout.resets import Resets
+from rlcollect.rollout.seeding import FreeStream, TorchStream, action_generator, torch_seed
 from rlcollect.rollout.timing import StepSampler
-from rlcollect.seeds import Root, Seed
 
-__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "Memory", "Parts", "Whole", "counts_of", "shares_of"]
+__all__ = ["RANDOM_VERSION", "STATE_KEYS", "WINDOW", "Engine", "counts_of", "shares_of"]
 
 Array = np.ndarray[Any, Any]
 RANDOM_VERSION = -1
 STATE_KEYS = ("env_state_dict", "open", "episodes", "random", "seeds", "policy_version", "steps", "warmup_left")
 WINDOW = 256  # steps for which views are made at once: few enough to die young, or the garbage collector walks the heap
-
-
-class Memory(Protocol):
-    """Gives the memory of a rollout."""
-
-    def take(self, steps: int) -> Slot:
-        """Memory for so many steps."""
-
-    def forget(self) -> None:
-        """No more memory will be asked for."""
-
-
-class Parts(Protocol):
-    """How many steps of a rollout are finished at a time, and what is to be done when they are.
-
-    Attributes:
-        keeps: whether the steps before one that an environment failed in are wanted.
-    """
-
-    keeps: bool
-
-    def next(self, left: int) -> int:
-        """Of so many that are left, how many are made next; at least one."""
-
-    def finished(self, made: int, steps: int, slot: Slot) -> None:
-        """So many steps of the rollout stand in memory, whole. The engine has made `steps` in all."""
-
-
-class Whole:
-    """All of them at once."""
-
-    keeps = False
-
-    def next(self, left: int) -> int:
-        """See `Parts`."""
-        return left
-
-    def finished(self, made: int, steps: int, slot: Slot) -> None:
-        """See `Parts`."""
 
 
 class Engine:
@@ -155,10 +116,7 @@ class Engine:
         self._window = (0, 0)  # the steps of the rollout under way for which there are views
         self._failure: BaseException | None = None  # to be raised when the steps before it are stored
         self._failed_at = 0  # the step that was relayed last
-        self._reset_at_each_iter = what.reset_at_each_iter
-        self._seeds_episodes = what.seed_per_episode
-        self._due: set[int] = set()  # lanes to be reset before the next rollout
-        self._seeds: dict[int, int] = {}  # for the next reset of a lane
+        self._resets = Resets(driver, self.episodes, what=what, worker=worker, located=self._located)
         self._exploring: Callable[[], AbstractContextManager[Any]] = partial(set_interaction_type, how.exploration_type)
 
     may_deliver_short = False  # lanes beside others
@@ -349,30 +307,8 @@ class Engine:
         seeds: Sequence[int] | int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a new episode in these lanes: a CUT.
-
-        Args:
-            lanes: which.
-            seeds: one a lane, or a single one: for several lanes its children. None: seeds that wait are used up.
-            options: for the environments' `reset`; None: `reset_options`.
-        """
-        if isinstance(seeds, int):
-            seeds = [seeds] if len(lanes) == 1 else [lane_seed(seeds, self._worker, lane) for lane in lanes]
-        waiting = {**self._seeds, **dict(zip(lanes, seeds or (), strict=bool(seeds)))}
-        if self._seeds and self._driver.refuses_lane_seeds is not None:
-            lanes = range(self._driver.num_lanes)  # all are due, with a seed
-        kwargs = {} if options is None else {"options": dict(options)}
-        self._driver.number_episodes({lane: int(self.episodes.numbers[lane]) + 1 for lane in lanes})
-        try:
-            with self.stream:
-                self._reset_groups(lanes, waiting, kwargs)
-        except BaseException:
-            self._due |= set(lanes)  # some were reset, and are to be again
-            raise
-        self.episodes.cut(lanes)
-        self._due -= set(lanes)
-        for lane in lanes:
-            self._seeds.pop(lane, None)
+        """Begins a new episode in these lanes: see `Resets.reset`."""
+        self._resets.reset(lanes, self.stream, seeds, options)
 
     def go_apart(self, policy: PolicyActor | None) -> None:
         """Rollouts are made beside other threads from now on: nothing of the program's own is changed meanwhile.
@@ -405,19 +341,8 @@ class Engine:
         self._memory.forget()
 
     def _prepare(self) -> None:
-        """Resets what is due before a rollout."""
-        if self._reset_at_each_iter:
-            self._due |= set(np.flatnonzero(self.episodes.ages).tolist())
-        if self._due:
-            self.reset(sorted(self._due))
-
-    def _reset_groups(self, lanes: Sequence[int], seeds: Mapping[int, int], kwargs: Mapping[str, Any]) -> None:
-        """Those that have a seed together, and the others."""
-        for group in ([lane for lane in lanes if (lane in seeds) is seeded] for seeded in (True, False)):
-            if group:
-                given = [seeds[lane] for lane in group] if group[0] in seeds else None
-                with self._located(0):
-                    self._driver.reset(group, given, kwargs)
+        """What is to be done before a rollout."""
+        self._resets.reset_due(self.stream)
 
     def abandon(self, warmup_left: Array | None = None) -> None:
         """The last rollout is lost: new episodes begin with the next, a CUT.
@@ -425,7 +350,7 @@ class Engine:
         Args:
             warmup_left: what was left before it, of which nothing was delivered.
         """
-        self._due = set(range(self._driver.num_lanes))
+        self._resets.cut()
         if warmup_left is not None:
             self.warmup_left = warmup_left
 
@@ -438,38 +363,22 @@ class Engine:
             static: every lane, of every worker, gets the same child.
             generation: how many workers of this number were seeded so before.
         """
-        lanes, roots = range(self._driver.num_lanes), self._roots(seed, static=static, generation=generation)
-        if self._seeds_episodes:
-            self._driver.seed_episodes(roots)
-        elif isinstance(seed, Sequence) and not generation:
-            self._seeds = dict(zip(lanes, seed, strict=True))
-        else:
-            self._seeds = {lane: lane_seed(*root) for lane, root in zip(lanes, roots, strict=True)}
-        self._due = set(lanes)
+        self._resets.seed(seed, static=static, generation=generation)
         self.stream = type(self.stream)(torch_seed(seed, self._worker, generation), self.stream.device)
         self._random.reseed(action_generator(seed, self._worker, generation))
-
-    def _roots(self, seed: Seed, *, static: bool, generation: int) -> list[Root]:
-        """Of each lane's seeds."""
-        lanes = range(self._driver.num_lanes)
-        if isinstance(seed, Sequence):
-            return [(own, self._worker, lane, generation) for lane, own in enumerate(seed)]
-        if static:
-            return [(seed, 0, 0, generation)] * len(lanes)
-        return [(seed, self._worker, lane, generation) for lane in lanes]
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids and random states, and what the environments can save of themselves."""
         return {
             "open": {
                 "episodes": self._driver.open_episodes(),
-                "due": sorted(self._due),
+                "due": sorted(self._resets.due),
                 "policy": [] if self._policy is None else self._policy.state_dict(),
             },
             "env_state_dict": self._driver.state_dict(),
             "episodes": self.episodes.state_dict(),
             "random": {**self.stream.state_dict(), "actions": self._random.sampler.state_dict()},
-            "seeds": dict(self._seeds),
+            "seeds": self._resets.seeds,
             "policy_version": self.policy_version,
             "steps": self.steps,
             "warmup_left": self.warmup_owed.tolist(),
@@ -477,8 +386,7 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken. Lanes whose episodes cannot begin new ones, a CUT."""
-        lanes = {*range(self._driver.num_lanes)}
-        self._due = lanes  # in case it is broken off
+        self._resets.cut()  # in case it is broken off
         self._driver.load_state_dict(state["env_state_dict"])
         going_on = {*self._driver.reopen(state["open"]["episodes"])} - {*state["open"]["due"]}
         if self._policy is not None and not self._policy.load_state_dict(state["open"]["policy"]):
@@ -486,12 +394,10 @@ class Engine:
         self.episodes.load_state_dict(state["episodes"])
         self.stream.load_state_dict(state["random"])
         self._random.sampler.load_state_dict(state["random"]["actions"])
-        self._seeds = dict(state["seeds"])
         self.policy_version = state["policy_version"]
         self.steps = state["steps"]
         self.warmup_left = np.asarray(state["warmup_left"], np.int64)
-        self._driver.number_episodes({lane: int(self.episodes.numbers[lane]) + 1 for lane in lanes})
-        self._due = lanes - going_on
+        self._resets.go_on(state["seeds"], going_on)
 
     def relayed(self, error: BaseException, t: int) -> BaseException:
         """What to raise in the place of an exception that came in step t."""

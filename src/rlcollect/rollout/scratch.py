@@ -20,7 +20,8 @@ from rlcollect.memory.scratch import Scratch
 from rlcollect.memory.slots import Slot, SlotSource
 from rlcollect.options import What
 from rlcollect.rollout.chance import MixedActor
-from rlcollect.rollout.engine import RANDOM_VERSION, Engine, Memory, counts_of
+from rlcollect.rollout.engine import RANDOM_VERSION, Engine, counts_of
+from rlcollect.rollout.parts import Memory
 
 __all__ = ["ScratchEngine"]
 
@@ -352,7 +353,7 @@ class ScratchEngine(Engine):
         self._slots, self._filled = ahead, self._filled - frames
         if self.frames == at_most and self._filled.any():  # it was the last
             self.dropped += self.surplus
-            self._due = set(range(self._num_lanes))
+            self._resets.cut()
             self._slots, self._filled = [], np.zeros_like(frames)
         if self._same is not None:
             kept = self._same.take(self._full)

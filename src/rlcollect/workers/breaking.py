@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rlcollect.interfaces import Interruptor
 from rlcollect.memory.slots import Slot
-from rlcollect.rollout.engine import Parts
+from rlcollect.rollout.parts import Parts
 from rlcollect.workers.pacing import Pace
 
 __all__ = ["Checking", "InGlances"]
@@ -15,7 +15,7 @@ SECONDS = 0.05  # between two questions, or a step where that takes longer
 
 
 class InGlances:
-    """Parts of a rollout, between which is asked. See `rollout.engine.Parts`.
+    """Parts of a rollout, between which is asked. See `rollout.parts.Parts`.
 
     Args:
         check: asked; raises what the rollout is to be broken off by.

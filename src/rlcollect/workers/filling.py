@@ -12,7 +12,7 @@ from rlcollect.layout import Leaf, is_private
 from rlcollect.memory.replay.table import Columns, columns_of
 from rlcollect.memory.replay.writing import Pieces, Writer
 from rlcollect.memory.slots import Slot
-from rlcollect.rollout.engine import Parts
+from rlcollect.rollout.parts import Parts
 from rlcollect.workers.keeping import Keeping
 
 __all__ = ["Batches", "Filling", "LeftOut", "Put", "Rings", "kept_leaves"]
@@ -141,7 +141,7 @@ class Rings:
 
 
 class Filling:
-    """Writes parts of a rollout as soon as they are finished. See `rollout.engine.Parts`.
+    """Writes parts of a rollout as soon as they are finished. See `rollout.parts.Parts`.
 
     Args:
         put: writes them.

@@ -12,7 +12,7 @@ SECONDS = 0.02  # that a part is to take: so much work is lost at most, or the s
 
 
 class Keeping:
-    """See `rollout.engine.Parts`: parts that take about as long as is lost without regret.
+    """See `rollout.parts.Parts`: parts that take about as long as is lost without regret.
 
     Args:
         row: where it is said what stands.

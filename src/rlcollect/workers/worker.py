@@ -23,7 +23,8 @@ from rlcollect.memory.shared import MemberSource
 from rlcollect.memory.slots import Slot
 from rlcollect.options import Sink
 from rlcollect.rollout.build import build_engine, make_driver, plan_again
-from rlcollect.rollout.engine import STATE_KEYS, Parts, Whole, shares_of
+from rlcollect.rollout.engine import STATE_KEYS, shares_of
+from rlcollect.rollout.parts import Parts, Whole
 from rlcollect.rollout.policy.intake import take_in
 from rlcollect.rollout.policy.stated import generators_of
 from rlcollect.rollout.seeding import globals_state, seed_globals, set_globals_state
