@@ -353,6 +353,34 @@ class TestTheEnd:
         """
         assert ran(code) == "done"
 
+    @pytest.mark.cluster
+    def test_another_ray_is_not_taken_for_the_one_that_was_shut_down(self):
+        """Clusters number their jobs from one on: the next one's first has the same number."""
+        code = """
+            import os, sys
+            os.environ["RAY_AUTH_MODE"] = "disabled"
+            import ray
+            from rlcollect import BufferDied, RayCollector, RayReplayBuffer, WorkerDied
+            ours = {"address": "local", "num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
+            collector = RayCollector(
+                "CartPole-v1", frames_per_batch=4, remote_configs={"num_cpus": 0.1}, ray_init_config=ours
+            )
+            buffer = RayReplayBuffer(10, prefetch=1)
+            collector.next()
+            ray.shutdown()
+            ray.init(**ours)
+            for use, death in ((collector.next, WorkerDied), (buffer.sample, BufferDied)):
+                try:
+                    use()
+                except death as error:
+                    assert "Ray was shut down" in str(error), error
+            collector.shutdown()
+            buffer.close()
+            assert ray.is_initialized(), "it is the program's own"
+            sys.stdout.write("done")
+        """
+        assert ran(code) == "done"
+
 
 class TestGrowing:
     @pytest.mark.cluster

@@ -59,8 +59,9 @@ class Connection:
 
 
 def session() -> str:
-    """What Ray calls this connection; only where there is one."""
-    return str(ray.get_runtime_context().get_job_id())
+    """What Ray calls this connection; only where there is one. Each cluster numbers its jobs from one on."""
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}/{context.get_job_id()}"
 
 
 def end_ray() -> None:

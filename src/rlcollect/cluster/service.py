@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rlcollect.cluster.actor import find_modules
+from rlcollect.cluster.connection import session
 from rlcollect.cluster.objects import seen
 from rlcollect.errors import BufferDied, ClosedError, WorkerTimeout
 from rlcollect.failures import warn
@@ -97,6 +98,7 @@ class Line:
         self.actor = actor
         self._told = told
         self._is_open = True
+        self._session = session()
 
     def ask(self, method: str, *arguments: Any, data: Array | None = None, group: Group = None) -> Call:
         """Has a method called.
@@ -126,6 +128,7 @@ class Line:
             ClosedError: it was ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._check()
         while True:
             left = LOOK_EACH if deadline is None else max(0.0, min(LOOK_EACH, deadline - time.monotonic()))
             try:
@@ -164,8 +167,12 @@ class Line:
     def _check(self) -> None:
         if not self._is_open:
             raise ClosedError(f"{self._told} was closed. Make a new one.")
-        if not ray.is_initialized():  # else Ray would start anew by itself
+        if not self._is_there():  # else Ray would start anew by itself
             raise BufferDied(f"{self._told} is gone: Ray was shut down, and its actor with it. Make a new one.")
+
+    def _is_there(self) -> bool:
+        """Whether this process is connected to the Ray that the actor was created on."""
+        return ray.is_initialized() and session() == self._session
 
     def _gone(self, error: RayError) -> Exception:
         if not self._is_open:
@@ -211,6 +218,6 @@ class Service(Line):
         """Ends the actor. Safe to call again."""
         if self._is_open:
             self._is_open = False
-            if ray.is_initialized():
+            if self._is_there():
                 ray.kill(self.actor, no_restart=True)
                 ray.wait([self._life], timeout=LET_GO)
