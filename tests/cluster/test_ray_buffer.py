@@ -84,6 +84,22 @@ class Listed:
         return torch.cat(self.parts)
 
 
+class SlowOnce(list):
+    """Takes long over the second batch."""
+
+    def extend(self, batch):
+        if len(self) == 1:
+            time.sleep(1.5)
+        self.append(batch)
+
+    def sample(self):
+        return self[-1]
+
+    @property
+    def written(self):
+        return sum(part.numel() for part in self)
+
+
 class Slow:
     def extend(self, batch):
         time.sleep(1.0)
@@ -334,6 +350,25 @@ class TestEnds:
                 buffer.extend(TensorDict({"x": torch.ones(1)}, [1]))
             time.sleep(1.0)
             assert buffer.sample() == 7
+
+    @pytest.mark.cluster
+    @pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+    @pytest.mark.parametrize("postproc", [None, TensorDict.clone])
+    def test_a_batch_over_which_it_takes_too_long_is_written_once(self, kind, postproc):
+        own = {"frames_per_batch": 4, "total_frames": 16, "postproc": postproc}
+        make = make_tagged(0) if kind is Collector else [make_tagged(0)]
+        with RayReplayBuffer(replay_buffer_cls=SlowOnce, timeout=0.5) as buffer:
+            with kind(make, replay_buffer=buffer, **own) as collector:
+                late = 0
+                while not collector.exhausted:
+                    try:
+                        collector.next()
+                    except WorkerTimeout:
+                        late += 1
+                        assert (collector.collected_frames, collector.closed) == (4, False)
+                assert late >= 2
+                assert (collector.collected_frames, collector.stats().batches) == (16, 4)
+            assert buffer.line.call("get", "written") == 16
 
 
 class TestRestarts:

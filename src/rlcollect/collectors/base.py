@@ -292,7 +292,7 @@ class BaseCollector(Running):
         """Goes on from a state that fits."""
         self._gather.drop()
         self._crew.reports[:] = self._crew.ask({worker: Load(own) for worker, own in enumerate(states)})
-        self._gather.is_under_way = False
+        self._gather.is_under_way, self._late = False, None
         self._rollouts.kept = tuple(Made.of_state(each) for each in state.get("pending", ()))
         self._supply.load_state_dict(state.get("supply", {}))
         self._updates.load(int(state["policy_version"]), has_weights=has_weights)

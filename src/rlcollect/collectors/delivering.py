@@ -40,6 +40,7 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
         self._batches = 0
         self._seconds = 0.0
         self._stored = SameBatch[TensorDictBase]()  # on a storing device, with return_same_td
+        self._late: tuple[Any, Made, Counter[int]] | None = None  # on its way to a buffer, which takes too long
         super().__init__(create_env_fn, policy, **options)
         self._compact = CompactMemory(keep=2 if self._sink.use_buffers else 0)
         self._ending.callback(self._compact.forget)
@@ -146,7 +147,10 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
         Args:
             most: frames that may be asked for, beside what is under way; None: as many as are wanted.
         """
+        is_late = self._late is not None
         self._recover()
+        if is_late:
+            return (None,)
         if self._has_all:
             return None
         start = time.perf_counter()
@@ -156,20 +160,31 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
             made = self._supply.first(self._left() if most is None else most)
             placed = self._placed(made)
             self._supply.is_touched = bool(self._sink.postproc)
-            frames, batch = self._frames + made.frames, self._processed(placed)
+            batch = self._processed(placed)
         self._crew.tally.note_late(made.late, self._updates.version)
         self._note_delivered(made)
         lag = self._updates.lag_with(made.versions)
         if self._filling is not None:
-            with Guard(self), Held():
-                self._filling(batch, made)
-                self._count(frames, lag, start)
+            self._fill(batch, made, lag, start)
             return (None,)
         given, seconds, rest = (batch,), self._seconds + time.perf_counter() - start, self._supply.kept[1:]
+        frames = self._frames + made.frames
         # no call from here on: an interrupt comes before all of it or after
         self._frames, self._batches, self._seconds, self._updates.lag = frames, self._batches + 1, seconds, lag
         self._gather.is_under_way, self._supply.kept, self._supply.is_touched = False, rest, False
         return given
+
+    def _fill(self, batch: Any, made: Made, lag: Counter[int], start: float) -> None:
+        """Writes a batch to the buffer; where that takes too long, it is waited for at the next call."""
+        assert self._filling is not None
+        with Guard(self), Held():
+            try:
+                self._filling(batch, made)
+            except WorkerTimeout:
+                self._late = batch, made, lag
+                raise
+            self._late = None
+            self._count(self._frames + made.frames, lag, start)
 
     @property
     def _counts_what_comes(self) -> bool:
@@ -196,6 +211,8 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
 
     def _recover(self) -> None:
         """Where an interrupt came between a batch's beginning and its delivery, it is kept, or never was."""
+        if self._late is not None:
+            self._fill(*self._late, time.perf_counter())
         self._supply.recover()
         if self._has_all:
             self._gather.forget()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from rlcollect.memory.replay.writing import Pieces, Writer
 from rlcollect.options import Sink
 from rlcollect.workers.answers import Facts
 from rlcollect.workers.filling import kept_leaves
+
+if TYPE_CHECKING:
+    from rlcollect.cluster.service import Call
 
 __all__ = [
     "ByRemotes",
@@ -60,6 +63,9 @@ class Filling(Protocol):
         Args:
             batch: post-processed.
             made: what it was made of.
+
+        Raises:
+            WorkerTimeout: it took too long. It goes on, and is waited for when this is called again with the same.
         """
 
 
@@ -210,15 +216,22 @@ class ToRemote:
         self._number = self._line.call(
             "take_by", partial(_taken_there, given, num_envs, workers), group="write", timeout=self._timeout
         )
+        self._late: tuple[Made, Call] | None = None  # what took too long, and goes on there
         keep(partial(let_go, self._line, self._number))
 
     def __call__(self, batch: Any, made: Made) -> None:
-        """See `Filling`."""
+        """See `Filling`. One that took too long is waited for again, and not written twice."""
+        if self._late is None or self._late[0] is not made:
+            self._late = made, self._sent(batch, made)
+        self._line.answer(self._late[1], self._timeout)
+        self._late = None
+
+    def _sent(self, batch: Any, made: Made) -> Call:
         check_batch_to_keep(batch)
         flat, data = flattened(batch, self._room)
         known = made.batch.select(WORKER, strict=False).cpu() if made.is_rollouts else TensorDict()
         there = replace(made, batch=known, late=())
-        self._line.call("take", self._number, flat, there, data=data, group="write", timeout=self._timeout)
+        return self._line.ask("take", self._number, flat, there, data=data, group="write")
 
 
 def _taken_there(given: Mapping[str, Any], num_envs: int, workers: int, buffer: Any, keep: Callable[..., Any]) -> Any:
