@@ -108,3 +108,25 @@ def test_who_starts_ray_shuts_it_down_when_nobody_uses_it():
         assert not ray.is_initialized()
     """
     ran(code)
+
+
+@pytest.mark.cluster
+def test_a_process_that_was_forked_ends_nothing():
+    code = """
+        import os
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        import ray
+        from rlcollect import RayCollector, RayReplayBuffer
+        ours = {"address": "local", "num_cpus": 2, "include_dashboard": False}
+        own = {"frames_per_batch": 4, "remote_configs": {"num_cpus": 0.1}, "ray_init_config": ours}
+        with RayCollector("CartPole-v1", **own) as collector, RayReplayBuffer(10) as buffer:
+            if not (child := os.fork()):
+                buffer.close()
+                collector.shutdown()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            collector.next()
+            assert len(buffer) == 0
+        assert not ray.is_initialized()
+    """
+    ran(code)

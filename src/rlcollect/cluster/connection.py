@@ -46,12 +46,13 @@ class Connection:
         else:
             is_ours = _connected(options)
         self.session: str = session()
+        self._owner = os.getpid()
         if is_ours:
             self._leases.add(self)
 
     def close(self) -> None:
-        """Ends the lease. Safe to call again."""
-        if self in self._leases:
+        """Ends the lease. Safe to call again; in a process that was forked from the program it is not there to end."""
+        if self in self._leases and os.getpid() == self._owner:
             self._leases.discard(self)
             is_last = not any(lease.session == self.session for lease in self._leases)
             if is_last and ray.is_initialized() and session() == self.session:
