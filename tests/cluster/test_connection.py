@@ -130,3 +130,21 @@ def test_a_process_that_was_forked_ends_nothing():
         assert not ray.is_initialized()
     """
     ran(code)
+
+
+@pytest.mark.cluster
+def test_threads_that_come_together_share_one():
+    code = """
+        import os
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        from concurrent.futures import ThreadPoolExecutor
+        import ray
+        from rlcollect import RayReplayBuffer
+        ours = {"address": "local", "num_cpus": 2, "include_dashboard": False}
+        with ThreadPoolExecutor(2) as threads:
+            buffers = list(threads.map(lambda size: RayReplayBuffer(size, ray_init_config=ours), (10, 20)))
+            assert [len(buffer) for buffer in buffers] == [0, 0]
+            list(threads.map(RayReplayBuffer.close, buffers))
+        assert not ray.is_initialized()
+    """
+    ran(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,21 +39,27 @@ class Connection:
     """
 
     _leases: ClassVar[weakref.WeakSet[Connection]] = weakref.WeakSet()  # of a cluster that was started here
+    _turn: ClassVar[threading.RLock] = threading.RLock()  # of who begins a lease, or ends one
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        if ray.is_initialized():
-            _check_same(options.get("address"))
-            is_ours = any(lease.session == session() for lease in self._leases)
-        else:
-            is_ours = _connected(options)
-        self.session: str = session()
         self._owner = os.getpid()
-        if is_ours:
-            self._leases.add(self)
+        with self._turn:
+            if ray.is_initialized():
+                _check_same(options.get("address"))
+                is_ours = any(lease.session == session() for lease in self._leases)
+            else:
+                is_ours = _connected(options)
+            self.session: str = session()
+            if is_ours:
+                self._leases.add(self)
 
     def close(self) -> None:
         """Ends the lease. Safe to call again; in a process that was forked from the program it is not there to end."""
-        if self in self._leases and os.getpid() == self._owner:
+        if os.getpid() != self._owner:
+            return
+        with self._turn:
+            if self not in self._leases:
+                return
             self._leases.discard(self)
             is_last = not any(lease.session == self.session for lease in self._leases)
             if is_last and ray.is_initialized() and session() == self.session:
