@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from rlcollect import (
+    Collector,
     MultiAsyncCollector,
     MultiSyncCollector,
     OptionError,
@@ -465,6 +467,16 @@ class TestNested:
             assert collector.cascade_execute("map_fn", len) == [[LANES, LANES]] * 2
             with pytest.raises(OptionError, match="there is no 'nothing'"):
                 collector.cascade_execute("nothing")
+
+    @pytest.mark.cluster
+    def test_what_was_given_for_remotes_that_could_not_be_added_is_not_for_others(self):
+        lock = threading.Lock()
+        own = {"collector_class": Collector, "collector_kwargs": {"max_frames_per_traj": 50}}
+        with made(remotes=1, make=lambda remote: Echo, **own) as collector:
+            with pytest.raises(OptionError, match="cannot be sent"):
+                collector.add_collectors(lambda: Echo(lock), collector_kwargs={"max_frames_per_traj": 3})
+            collector.add_collectors(Echo, collector_kwargs={"max_frames_per_traj": 9})
+            assert collector.cascade_execute("_what.max_frames_per_traj") == [50, 9]
 
 
 @pytest.mark.cluster

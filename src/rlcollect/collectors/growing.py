@@ -128,7 +128,7 @@ class Growing(Apart):
         count = first + len(sources)
         prefix = first if self._revival is None else self._revival.take_prefixes(len(sources))
         before = self._own_kwargs or [self._remotes.kwargs_of(worker, first) for worker in range(first)]
-        self._own_kwargs = [*before, *[added.kwargs_of(place, len(sources)) for place in range(len(sources))]]
+        self._own_kwargs = [*before[:first], *[added.kwargs_of(place, len(sources)) for place in range(len(sources))]]
         same: dict[str, Any] = dict.fromkeys(DEVICES)
         where = replace(self._where, **same) if self._where.is_split else self._where
         policy = sent_to(self.policy, where.placement.policy)
