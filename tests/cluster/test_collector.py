@@ -314,6 +314,9 @@ class TestOptions:
             ({"sync": True, "max_in_flight": 3}, "max_in_flight=3 does not go with sync=True"),
             ({"remote_configs": {"max_concurrency": 1}}, "remote_configs has 'max_concurrency'"),
             ({"remote_configs": {"num_cpu": 1}}, "is not what ray.remote takes"),
+            ({"remote_configs": {"num_cpus": "one"}}, "remote_configs has num_cpus='one'"),
+            ({"remote_configs": {"resources": ["simulator"]}}, "resources=.* they are a mapping"),
+            ({"remote_configs": {"resources": {"simulator": None}}}, "remote_configs has simulator=None"),
             ({"ray_init_config": {"address": "127.0.0.1:9"}}, "connected to the cluster at .* already"),
             ({"ray_init_config": {"address": "ray://127.0.0.1:9"}}, "connected to the cluster at .* already"),
         ):

@@ -301,6 +301,8 @@ class TestBuffers:
             ({"capacity": 3, "timeout": 0}, "timeout"),
             ({"capacity": 3, "transform": threading.Lock()}, "transform=.* cannot be sent"),
             ({"capacity": 3, "remote_config": {"num_cpus": 64}}, "asks for 64 CPU"),
+            ({"capacity": 3, "remote_config": {"num_cpus": "one"}}, "remote_config has num_cpus='one'"),
+            ({"capacity": 3, "remote_config": {"num_cpu": 1}}, "is not what ray.remote takes"),
         ):
             with pytest.raises(OptionError, match=text):
                 RayReplayBuffer(**options)

@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rlcollect.cluster.actor import find_modules
 from rlcollect.cluster.connection import session
 from rlcollect.cluster.objects import seen
-from rlcollect.errors import BufferDied, ClosedError, WorkerTimeout
+from rlcollect.errors import BufferDied, ClosedError, OptionError, WorkerTimeout
 from rlcollect.failures import warn
 from rlcollect.processes.crossing import unpacked
 from rlcollect.processes.messages import Beside, Notice, Reply
@@ -198,6 +198,7 @@ class Service(Line):
 
     Raises:
         What is raised when the object is made.
+        OptionError: `config` is not what `ray.remote` takes.
         WorkerTimeout: it took longer.
     """
 
@@ -206,7 +207,11 @@ class Service(Line):
         own = {"max_restarts": 0, "max_task_retries": 0}
         remote: Any = ray.remote
         kind = remote(concurrency_groups={"read": 1, "write": 1, "life": 1})(Holding)
-        super().__init__(kind.options(**{**config, **own}).remote(make, sys.path), told)
+        try:
+            actor = kind.options(**{**config, **own}).remote(make, sys.path)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"remote_config={dict(config)!r} is not what ray.remote takes: {error}") from error
+        super().__init__(actor, told)
         self._life = self.actor.live.options(concurrency_group="life").remote()
         try:
             self.call(first, timeout=timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 from rlcollect.errors import OptionError
@@ -16,6 +17,7 @@ OURS = (
     *("concurrency_groups", "get_if_exists", "lifetime"),
     *("max_concurrency", "max_pending_calls", "max_restarts", "max_task_retries"),
 )
+AMOUNTS = ("num_cpus", "num_gpus", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +114,17 @@ class Remotes:
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Whether options of an actor are the user's to say.
+    """Whether options of an actor are the user's to say, and amounts are numbers.
 
     Raises:
         OptionError: one is not.
     """
     if wrong := [key for key in OURS if key in config]:
         raise OptionError(f"{name} has {wrong[0]!r}, which rlcollect itself has a say in. Leave it out.")
+    resources = config.get("resources") or {}
+    if not isinstance(resources, Mapping):
+        raise OptionError(f"{name} has resources={resources!r}; they are a mapping, from names to amounts.")
+    amounts = {key: config[key] for key in AMOUNTS if config.get(key) is not None}
+    for key, amount in {**amounts, **resources}.items():
+        if not isinstance(amount, Real) or isinstance(amount, bool):
+            raise OptionError(f"{name} has {key}={amount!r}; what a remote asks for is a number.")
