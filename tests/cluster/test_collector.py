@@ -444,6 +444,18 @@ class TestGrowing:
         with made(sync=True) as collector, pytest.raises(OptionError, match="sync=True"):
             collector.add_collectors(Echo)
 
+    @pytest.mark.cluster
+    def test_ids_are_none_that_others_had_before_a_state(self):
+        """Of a collector whose remotes were put in the place of others; this one's are not."""
+        with made(remotes=1) as collector:
+            state = {**collector.state_dict(), "prefixes": 5}
+            collector.load_state_dict(state)
+            assert collector.state_dict()["prefixes"] == 5
+            collector.add_collectors(TaggedLanes(1))
+            assert collector.state_dict()["prefixes"] == 6
+            prefixes = {int(collector.next()["collector", "traj_ids"].min()) >> 40 for _ in range(12)}
+            assert prefixes == {0, 5}
+
 
 class TestNested:
     @pytest.mark.cluster

@@ -66,6 +66,7 @@ class Apart(BaseCollector):
         self._attachments: dict[int, list[Attachment]] = {}
         self._fills_there = False  # whether workers write to the buffer
         self._revival: Revival | None = None
+        self._prefixes = 0  # of ids, that were given away, where no revival gives them
         self._memory = self._ending.enter_context(ExitStack())  # that is shared
         with Held():  # it has its owner before a Ctrl-C comes
             pool = self._pool(packed)
@@ -383,16 +384,18 @@ class Apart(BaseCollector):
         load_weights(module, weights, strict=strict)
 
     def _state_of(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        prefixes = {} if self._revival is None else {"prefixes": self._revival.prefixes}
-        return {**super()._state_of(states), **prefixes}
+        prefixes = self._prefixes if self._revival is None else self._revival.prefixes
+        return {**super()._state_of(states), **({"prefixes": prefixes} if prefixes else {})}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """See `BaseCollector`. Workers that come in the place of others get ids that none had before the state."""
+        """See `BaseCollector`. Workers that come later, or in the place of others, get ids that none had before it."""
         super().load_state_dict(state, strict)
         if self._how.policy_factory is not None:  # each worker's weights are its own, and of the state
             self._posting.forget_policy(self._updates.version)
+        prefixes = state.get("prefixes", 0)
+        self._prefixes = max(self._prefixes, prefixes)
         if self._revival is not None:
-            self._revival.prefixes = max(self._revival.prefixes, state.get("prefixes", 0))
+            self._revival.prefixes = max(self._revival.prefixes, prefixes)
 
 
 def _dismiss(crew: Crew, owner: int) -> None:
