@@ -372,6 +372,24 @@ class TestEnds:
                 assert (collector.collected_frames, collector.stats().batches) == (16, 4)
             assert buffer.line.call("get", "written") == 16
 
+    @pytest.mark.cluster
+    @pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+    def test_a_ctrl_c_while_it_takes_long_comes_at_once(self, kind):
+        make = make_tagged(0) if kind is Collector else [make_tagged(0)]
+        with RayReplayBuffer(replay_buffer_cls=SlowOnce) as buffer:
+            with kind(make, replay_buffer=buffer, frames_per_batch=4, total_frames=16) as collector:
+                collector.next()
+                timer, start = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)), time.monotonic()
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    collector.next()
+                assert time.monotonic() - start < 1.2
+                assert (collector.collected_frames, collector.closed) == (4, False)
+                while not collector.exhausted:
+                    collector.next()
+                assert (collector.collected_frames, collector.stats().batches) == (16, 4)
+            assert buffer.line.call("get", "written") == 16
+
 
 class TestRestarts:
     @pytest.mark.cluster

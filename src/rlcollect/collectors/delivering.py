@@ -7,14 +7,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rlcollect.collectors.filling import ByWorkers
+from rlcollect.collectors.filling import ByWorkers, ToRemote
 from rlcollect.collectors.gather import Made
 from rlcollect.collectors.opened import Guard
 from rlcollect.collectors.supply import AsMade, Supply, WholeEpisodes, change_of, form_of
@@ -40,7 +40,7 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
         self._batches = 0
         self._seconds = 0.0
         self._stored = SameBatch[TensorDictBase]()  # on a storing device, with return_same_td
-        self._late: tuple[Any, Made, Counter[int]] | None = None  # on its way to a buffer, which takes too long
+        self._late: tuple[Any, Made, Counter[int]] | None = None  # on its way to a buffer elsewhere
         super().__init__(create_env_fn, policy, **options)
         self._compact = CompactMemory(keep=2 if self._sink.use_buffers else 0)
         self._ending.callback(self._compact.forget)
@@ -175,16 +175,15 @@ class Delivering(Synchronised, IterableDataset[TensorDictBase]):
         return given
 
     def _fill(self, batch: Any, made: Made, lag: Counter[int], start: float) -> None:
-        """Writes a batch to the buffer; where that takes too long, it is waited for at the next call."""
+        """Writes a batch to the buffer; where that takes too long, or is broken off, it is done at the next call."""
         assert self._filling is not None
-        with Guard(self), Held():
-            try:
-                self._filling(batch, made)
-            except WorkerTimeout:
-                self._late = batch, made, lag
-                raise
-            self._late = None
-            self._count(self._frames + made.frames, lag, start)
+        is_apart = isinstance(self._filling, ToRemote)  # a wait for another, which nothing is lost by leaving
+        with Guard(self), nullcontext() if is_apart else Held():
+            self._late = (batch, made, lag) if is_apart else None
+            self._filling(batch, made)
+            with Held():
+                self._late = None
+                self._count(self._frames + made.frames, lag, start)
 
     @property
     def _counts_what_comes(self) -> bool:

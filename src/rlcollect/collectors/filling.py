@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from rlcollect.memory.replay.table import IDS, columns_of, leaves_of
 from rlcollect.memory.replay.tails import Marks
 from rlcollect.memory.replay.writing import Pieces, Writer
 from rlcollect.options import Sink
+from rlcollect.processes.channel import Held
 from rlcollect.workers.answers import Facts
 from rlcollect.workers.filling import kept_leaves
 
@@ -216,15 +218,15 @@ class ToRemote:
         self._number = self._line.call(
             "take_by", partial(_taken_there, given, num_envs, workers), group="write", timeout=self._timeout
         )
-        self._late: tuple[Made, Call] | None = None  # what took too long, and goes on there
+        self._newest: tuple[weakref.ref[Made], Call] | None = None  # what was sent last
         keep(partial(let_go, self._line, self._number))
 
     def __call__(self, batch: Any, made: Made) -> None:
-        """See `Filling`. One that took too long is waited for again, and not written twice."""
-        if self._late is None or self._late[0] is not made:
-            self._late = made, self._sent(batch, made)
-        self._line.answer(self._late[1], self._timeout)
-        self._late = None
+        """See `Filling`. One that took too long, or was broken off, is waited for again, and not written twice."""
+        with Held():  # or it would be sent, and nobody knows
+            if self._newest is None or self._newest[0]() is not made:
+                self._newest = weakref.ref(made), self._sent(batch, made)
+        self._line.answer(self._newest[1], self._timeout)
 
     def _sent(self, batch: Any, made: Made) -> Call:
         check_batch_to_keep(batch)
