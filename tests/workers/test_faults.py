@@ -246,6 +246,16 @@ class TestRaise:
                 batches = list(collector)
                 assert sum(batch.numel() for batch in batches) == STEPS * 4 * 10
 
+    def test_in_a_rollout_while_a_command_is_waited_for(self):
+        """What makes frames is broken, whoever hears of it first."""
+        makers = [functools.partial(Sleepy, 2, 0.05), functools.partial(Breaker, at=9, exception=odd)]
+        with MultiAsyncCollector(makers, frames_per_batch=8) as collector:
+            with pytest.raises(OddError):  # noqa: PT012
+                collector.next()
+                for _ in range(50):
+                    collector.map_fn(len)
+            assert collector.closed
+
     @both
     def test_in_close(self, kind):
         """It is said, once, and ends nothing else."""

@@ -58,6 +58,7 @@ class Crew:
         arrived: rollouts in the order in which they were finished.
         reports: the newest of each worker.
         tally: what became of each one's frames.
+        has_failed: whether a rollout was not made, since what makes it has failed.
         is_to_leave: asked now and then, in a wait, whether to break it off; None: nobody is.
 
     Args:
@@ -73,6 +74,7 @@ class Crew:
         self.arrived: deque[Arrival] = deque()
         self.reports = [Report() for _ in range(len(pool))]
         self.tally = Tally(len(pool))
+        self.has_failed = False
         self.is_to_leave: Callable[[], bool] | None = None
         self._timeout = timeout
         self._is_stopped = is_stopped
@@ -259,6 +261,7 @@ class Crew:
                 )
             return None
         if reply.failure is not None:
+            self.has_failed |= asked is not None
             self._awaited.pop(reply.id, None)
             raise reply.failure.raised()
         if asked is None:

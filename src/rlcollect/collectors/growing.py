@@ -107,7 +107,8 @@ class Growing(Apart):
             self._own_kwargs = self._own_kwargs[:first]
             for worker in [worker for worker in self._attachments if worker >= first]:
                 del self._attachments[worker]
-        if self._crew.pool.is_spent or (isinstance(error, WorkerDied) and error.worker < first):
+        died = isinstance(error, WorkerDied) and error.worker < first
+        if died or self._crew.pool.is_spent or self._crew.has_failed:
             self._close()
 
     def _check_growth(self) -> None:

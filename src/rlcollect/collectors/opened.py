@@ -176,11 +176,11 @@ class Opened(abc.ABC):
         return tuple(self._facts[0].lead)
 
     def _asked(self, commands: Mapping[int, Any], timeout: float | None = USUAL) -> list[Any]:
-        """What workers answer; the death of one closes the collector."""
+        """What workers answer. The death of one closes the collector, and so does a rollout that fails meanwhile."""
         try:
             return self._crew.ask(commands, timeout=timeout)
         except BaseException as error:
-            if isinstance(error, WorkerDied) or self._crew.pool.is_spent:
+            if isinstance(error, WorkerDied) or self._crew.pool.is_spent or self._crew.has_failed:
                 self._close()
             raise
 
