@@ -18,7 +18,7 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.crossing import packed
 from rlcollect.processes.messages import Reply
 from rlcollect.workers.answers import RECENT, Collected, Facts, Report, Saved
-from rlcollect.workers.commands import Build, Close, Collect
+from rlcollect.workers.commands import Abandon, Build, Close, Collect, Reset, Seed
 from rlcollect.workers.revival import Revival, owed
 
 __all__ = ["LastingPool"]
@@ -62,6 +62,7 @@ class LastingPool:
         self._rollouts = [0] * count  # of those that each worker came after, and of its own
         self._own_rollouts = [0] * count
         self._missed = [0] * count  # frames of `dropped` that may turn out to stand in a buffer
+        self._cuts = [0] * count  # commands that begin new episodes, since it was heard of last
 
     def last_by(self, revival: Revival, facts: Sequence[Facts]) -> None:
         """From now on workers are made anew.
@@ -77,7 +78,7 @@ class LastingPool:
     def add(self, facts: Sequence[Facts]) -> None:
         """There are more workers, which have said this of themselves."""
         count = len(facts)
-        for counts in (self.restarts, self.dropped, self._rollouts, self._own_rollouts, self._missed):
+        for counts in (self.restarts, self.dropped, self._rollouts, self._own_rollouts, self._missed, self._cuts):
             counts += [0] * count
         self._past += [Report() for _ in range(count)]
         self._own += [Report(warmup=each.warmup, numbers=(0,) * each.num_lanes) for each in facts]
@@ -107,6 +108,7 @@ class LastingPool:
             return self._pool.submit(worker, command, in_turn=in_turn, attached=attached, number=number)
         number = self.new_number() if number is None else number
         self._revival.note(worker, command)
+        self._cuts[worker] += isinstance(command, Abandon | Reset | Seed)
         with Held():
             if worker in self._due:
                 packed(command, getattr(command, "title", "command"))  # whether it can be sent shows now
@@ -210,6 +212,7 @@ class LastingPool:
             assert self._revival is not None
             self._revival.note_progress(worker)
             self._own[worker], self._own_rollouts[worker] = value.report, value.number
+            self._cuts[worker] = sum(isinstance(each, Abandon | Reset | Seed) for each in self._waiting_of(worker))
             self._note_found(worker, value.found)
             report = value.report.after(self._past[worker])
             return replace(value, report=report, number=value.number + self._rollouts[worker])
@@ -257,8 +260,9 @@ class LastingPool:
             self._past[worker] = replace(made.after(self._past[worker]), warmup=made.warmup)
             # no step ends more than one episode of a lane: these are numbers that nobody has seen, also where frames
             # were written to a buffer of which nobody has heard
-            asked = sum(each.steps - each.start for each in self._asked_of(worker))
-            numbers = tuple(number + asked + 1 for number in own.numbers)
+            asked = sum(each.steps - each.start + 1 for each in self._waiting_of(worker) if isinstance(each, Collect))
+            begun, self._cuts[worker] = asked + self._cuts[worker], 0
+            numbers = tuple(number + begun + 1 for number in own.numbers)
             self._own[worker] = Report(warmup=made.warmup, numbers=numbers)
             self._rollouts[worker] += self._own_rollouts[worker]
             self._own_rollouts[worker] = 0
@@ -274,10 +278,9 @@ class LastingPool:
                 return number, sent.command, self._pool.kept(worker, number)
         return 0, None, 0
 
-    def _asked_of(self, worker: int) -> list[Collect]:
-        """The rollouts that a worker was asked for and has not delivered."""
-        commands = [sent.command for sent in self._sent.values() if sent.worker == worker]
-        return [command for command in commands if isinstance(command, Collect)]
+    def _waiting_of(self, worker: int) -> list[Any]:
+        """What a worker was asked and has not answered."""
+        return [sent.command for sent in self._sent.values() if sent.worker == worker]
 
     def _lost(self, worker: int, cause: BaseException, stand: int) -> int:
         """Frames that it had made, as far as is known, beyond so many steps."""

@@ -24,7 +24,7 @@ from rlcollect.processes.messages import Beside
 __all__ = ["Hosted", "HostedFacts", "Take"]
 
 Array = np.ndarray[Any, Any]
-REMEMBERED = 64  # commands of a writer: more than it can have been given and not have answered
+REMEMBERED = 4096  # commands of a writer: more than it can have been given and not have answered
 
 
 @dataclass(frozen=True)
