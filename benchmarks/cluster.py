@@ -20,6 +20,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -156,7 +157,8 @@ def canned(answers: Sequence[tuple[tuple[int, bytes], Any]]) -> type:
         async def live(self) -> None:
             await asyncio.get_running_loop().create_future()
 
-        pulse = live
+        async def pulse(self) -> SimpleNamespace:
+            return SimpleNamespace(stage="", told="", at=0.0, age=0.0, count=0, node="here")
 
     return Canned
 

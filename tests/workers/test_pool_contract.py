@@ -25,7 +25,7 @@ from rlcollect.processes.launch import default_method
 from rlcollect.testing import Breaker, Counter, check_batch
 from rlcollect.weights.form import WeightsForm
 from rlcollect.workers.answers import Collected, Facts, Withdrawn
-from rlcollect.workers.commands import Build, Close, Collect, Load, Reset, Run, Save, Seed
+from rlcollect.workers.commands import Build, Close, Collect, Load, Reset, Run, Save, SchemeMessage, Seed
 from rlcollect.workers.inline import InlinePool
 from rlcollect.workers.process import packed_builds, start_pool
 from tests import backend
@@ -462,5 +462,29 @@ def test_what_is_to_end_early_does_so_in_a_successor_too(kind):
         driven.ask(builds[0])
         assert driven.ask(Collect(50, number=number), number=number).steps == 1
         assert driven.ask(Collect(50, number=number + 1)).steps == 50
+    finally:
+        pool.shutdown()
+
+
+@pytest.mark.cluster
+def test_weights_for_an_actor_that_waits_for_a_node_do_not_pile_up():
+    """Each message holds weights in the store: the newest is enough, and comes when the actor is there."""
+    import ray
+
+    from rlcollect.workers.remote import start_actors
+
+    backend.start_ray()
+    pool = start_actors([{**backend.SMALL, "resources": {"nowhere": 1}}], 1)
+    try:
+        sent = [
+            pool.submit(0, SchemeMessage(number), attached=[ray.put(number)], in_turn=False) for number in range(20)
+        ]
+        other = pool.submit(0, Run(len))
+        came = [reply.id for reply in pool.ready(0)]
+        pool.done()
+        assert came == sent[:-1]
+        assert pool.ready(0.6) == []
+        assert "on its way" in pool.told(0)
+        assert not {other, sent[-1]} & {*came}
     finally:
         pool.shutdown()

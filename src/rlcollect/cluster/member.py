@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from rlcollect.cluster.actor import Pulse
-from rlcollect.processes.messages import Reply
+from rlcollect.processes.messages import Reply, Request
 
 __all__ = ["PULSE_EACH", "Member", "said"]
 
@@ -32,6 +33,7 @@ class Member:
         places: of what it is sent.
         early: replies that have come before others that were given before them, by place.
         place: of the reply that is next.
+        kept: requests that are not sent yet, since it is not there yet, and what goes with each.
     """
 
     def __init__(self, actor: Any, first: str) -> None:
@@ -43,6 +45,18 @@ class Member:
         self.places = itertools.count()
         self.early: dict[int, Reply] = {}
         self.place = 0
+        self.kept: list[tuple[Request, Sequence[Any]]] = []
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has been heard of."""
+        return bool(self.pulse.node)
+
+    def keep(self, request: Request, attached: Sequence[Any]) -> list[Request]:
+        """A request is sent when it is there; the news that this makes up for, which are not."""
+        old = [each for each, _ in self.kept if each.is_news] if request.is_news else []
+        self.kept = [*((each, with_it) for each, with_it in self.kept if each not in old), (request, attached)]
+        return old
 
     def ask(self) -> None:
         """For a sign of life, unless that was done a moment ago."""

@@ -171,10 +171,27 @@ class ActorPool:
         request = Request.of(number, command, in_turn=in_turn)
         with Held():
             self._check(worker)
-            member = self._members[worker]
-            reply, beside = member.actor.do.remote(next(member.places), pickle.dumps(request), list(attached))
-            self._calls[number] = _Call(worker, reply, beside)
+            if self._members[worker].is_there:
+                self._send(worker, request, attached)
+            else:  # what is sent to an actor that waits for a node stays in the store until it has one
+                old = self._members[worker].keep(request, attached)
+                self._heard += [Reply(each.id, worker, None, None) for each in old]
         return number
+
+    def _send(self, worker: int, request: Request, attached: Sequence[Any]) -> None:
+        member = self._members[worker]
+        reply, beside = member.actor.do.remote(next(member.places), pickle.dumps(request), list(attached))
+        self._calls[request.id] = _Call(worker, reply, beside)
+
+    def _hear(self, worker: int) -> None:
+        """A sign of life that was asked for has come."""
+        member = self._members[worker]
+        with Held():
+            member.hear()
+            if member.is_there:
+                kept, member.kept = member.kept, []
+                for request, attached in kept:
+                    self._send(worker, request, attached)
 
     def _check(self, worker: int) -> None:
         if not self._is_open:
@@ -227,9 +244,11 @@ class ActorPool:
         }
         members = [(worker, each) for worker, each in enumerate(self._members) if worker not in self._retired]
         lives = {member.life: worker for worker, member in members}
-        pulses = {member.asked: member for _, member in members if member.asked is not None}
-        for worker in {call.worker for call in calls.values()}:
-            self._members[worker].ask()
+        asked = {call.worker for call in calls.values()}
+        for worker, member in members:
+            if worker in asked or member.kept:
+                member.ask()
+        pulses = {member.asked: worker for worker, member in members if member.asked is not None}
         refs = [*waited, *lives, *pulses]
         if not refs:
             time.sleep(seconds)
@@ -240,7 +259,7 @@ class ActorPool:
         with Held():
             for ref in ready:
                 if ref in pulses:
-                    pulses[ref].hear()
+                    self._hear(pulses[ref])
                 elif ref in waited:
                     self._receive(waited[ref])
             for ref in ready:
@@ -333,7 +352,7 @@ class ActorPool:
             return f"worker {worker} ({member.pulse.told}, before Ray was shut down)"
         self._look_around()
         if member.asked is not None and ray.wait([member.asked], timeout=max(0.0, self._telling - time.monotonic()))[0]:
-            member.hear()
+            self._hear(worker)
         if not member.pulse.node:
             asked, free = demand_of(self._configs[worker]), ray.available_resources()  # type: ignore[no-untyped-call]
             told = ", ".join(f"{amount:g} {name} ({free.get(name, 0.0):g} free)" for name, amount in asked.items())
