@@ -249,6 +249,7 @@ class TestFailures:
         assert "step" in report.worker_traceback
         assert collector.closed
 
+    @pytest.mark.cluster
     def test_a_remote_that_is_killed_is_noticed(self):
         with made() as collector:
             collector.next()
