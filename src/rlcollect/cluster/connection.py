@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import ray
 
 from rlcollect.errors import OptionError
+from rlcollect.options.remotes import RESOURCES
 
-__all__ = ["Connection", "check_demand", "demand_of", "end_ray", "session"]
+__all__ = ["Connection", "check_demand", "created", "demand_of", "end_ray", "is_in", "session"]
 
-RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # by the option of an actor
 REACHING = 5.0  # seconds in which who listens at an address answers
 
 
@@ -62,7 +62,7 @@ class Connection:
                 return
             self._leases.discard(self)
             is_last = not any(lease.session == self.session for lease in self._leases)
-            if is_last and ray.is_initialized() and session() == self.session:
+            if is_last and is_in(self.session):
                 end_ray()
 
 
@@ -70,6 +70,11 @@ def session() -> str:
     """What Ray calls this connection; only where there is one. Each cluster numbers its jobs from one on."""
     context = ray.get_runtime_context()
     return f"{context.get_session_name()}/{context.get_job_id()}"
+
+
+def is_in(own: str) -> bool:
+    """Whether this process is still connected, and to the Ray that it was in this session."""
+    return ray.is_initialized() and session() == own
 
 
 def end_ray() -> None:
@@ -136,6 +141,25 @@ def demand_of(config: Mapping[str, Any]) -> dict[str, float]:
     asked = {name: float(config.get(option) or 0.0) for option, name in RESOURCES.items()}
     asked |= {name: float(amount) for name, amount in (config.get("resources") or {}).items()}
     return {name: amount for name, amount in asked.items() if amount}
+
+
+def created(kind: Any, config: Mapping[str, Any], name: str, *arguments: Any) -> Any:
+    """An actor. Ray neither starts it again nor asks it again: who comes in its place is told by us.
+
+    Args:
+        kind: its class, as `ray.remote` made it.
+        config: its options.
+        name: of the argument that they were.
+        arguments: of its constructor.
+
+    Raises:
+        OptionError: the options are not what `ray.remote` takes.
+    """
+    own = {"max_restarts": 0, "max_task_retries": 0}
+    try:
+        return kind.options(**{**config, **own}).remote(*arguments)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{name}={dict(config)!r} is not what ray.remote takes: {error}") from error
 
 
 def check_demand(configs: Sequence[Mapping[str, Any]]) -> None:

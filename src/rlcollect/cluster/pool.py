@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from rlcollect.cluster.actor import Serving
-from rlcollect.cluster.connection import demand_of, session
+from rlcollect.cluster.connection import created, demand_of, is_in, session
 from rlcollect.cluster.member import PULSE_EACH, Member, said
 from rlcollect.cluster.objects import seen
-from rlcollect.errors import ClosedError, OptionError, WorkerDied
+from rlcollect.errors import ClosedError, WorkerDied
 from rlcollect.processes.board import Row
 from rlcollect.processes.channel import Held
 from rlcollect.processes.crossing import unpacked
@@ -99,19 +99,9 @@ class ActorPool:
             self.shutdown()
             raise
 
-    def _is_there(self) -> bool:
-        """Whether this program is connected to the Ray that the actors were created on."""
-        return ray.is_initialized() and session() == self._session
-
     def _made(self, worker: int, config: Mapping[str, Any]) -> Member:
-        # what it is asked is not to be asked again by Ray: who comes in its place is told by us
-        own = {"max_restarts": 0, "max_task_retries": 0}
-        try:
-            kind = self._kind.options(**{**config, **own})
-            actor = kind.remote(worker, self._stages, self._make, _node, sys.path)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"remote_configs={dict(config)!r} is not what ray.remote takes: {error}") from error
-        return Member(actor, self._stages[0])
+        there = worker, self._stages, self._make, _node, sys.path
+        return Member(created(self._kind, config, "remote_configs", *there), self._stages[0])
 
     def add(self, configs: Sequence[Mapping[str, Any]]) -> None:
         """More workers, with the numbers that follow."""
@@ -198,14 +188,14 @@ class ActorPool:
             raise ClosedError("It was shut down.")
         if worker in self._retired:
             raise ClosedError(f"Worker {worker} was ended; start another in its place first.")
-        if not self._is_there():  # else Ray would start anew by itself
+        if not is_in(self._session):  # else Ray would start anew by itself
             raise self._died(worker, None)
 
     def stop(self, worker: int, number: int) -> None:
         """See `WorkerPool`. Who comes in its place is told too, of what it has not done."""
         with Held():
             self._stops[worker] = max(number, self._stops.get(worker, 0))
-            if self._is_there():
+            if is_in(self._session):
                 self._members[worker].actor.stop.remote(number)
 
     def withdraw(self, worker: int) -> int:
@@ -235,7 +225,7 @@ class ActorPool:
         """Waits so long at most; whether somebody answered, or is gone."""
         if not self._is_open:
             raise ClosedError("It was shut down while its workers were waited for.")
-        if not self._is_there():
+        if not is_in(self._session):
             raise self._died(0, None)
         calls = self._calls.copy()
         # what comes beside a reply is the larger, as a rule; where it is the reply, that is waited for then
@@ -324,7 +314,7 @@ class ActorPool:
         with Held():
             if not self._is_open:
                 raise ClosedError("It was shut down while a worker was started.")
-            if not self._is_there():
+            if not is_in(self._session):
                 raise self._died(worker, None)
             self._members[worker] = self._made(worker, self._configs[worker])
             self._retired.discard(worker)
@@ -348,7 +338,7 @@ class ActorPool:
     def told(self, worker: int) -> str:
         """See `WorkerPool`."""
         member = self._members[worker]
-        if not self._is_there():
+        if not is_in(self._session):
             return f"worker {worker} ({member.pulse.told}, before Ray was shut down)"
         self._look_around()
         if member.asked is not None and ray.wait([member.asked], timeout=max(0.0, self._telling - time.monotonic()))[0]:
@@ -385,7 +375,7 @@ class ActorPool:
             members = [each for worker, each in enumerate(self._members) if worker not in self._retired]
             self._calls, self._heard = {}, []
             timeout = self.patience if timeout is None else timeout
-            if self._is_there():
+            if is_in(self._session):
                 leaving = [member.actor.leave.remote() for member in members]
                 if leaving:
                     ray.wait(leaving, num_returns=len(leaving), timeout=min(CLOSING, timeout))
@@ -393,7 +383,7 @@ class ActorPool:
 
     def _end(self, members: Sequence[Member], timeout: float = LET_GO) -> None:
         """Ends actors, and waits until they are gone, for a while."""
-        if not self._is_there():
+        if not is_in(self._session):
             return
         for member in members:
             ray.kill(member.actor, no_restart=True)

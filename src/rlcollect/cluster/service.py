@@ -20,9 +20,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rlcollect.cluster.actor import find_modules
-from rlcollect.cluster.connection import session
+from rlcollect.cluster.connection import created, is_in, session
 from rlcollect.cluster.objects import seen
-from rlcollect.errors import BufferDied, ClosedError, OptionError, WorkerTimeout
+from rlcollect.errors import BufferDied, ClosedError, WorkerTimeout
 from rlcollect.failures import warn
 from rlcollect.processes.crossing import unpacked
 from rlcollect.processes.messages import Beside, Notice, Reply
@@ -167,12 +167,8 @@ class Line:
     def _check(self) -> None:
         if not self._is_open:
             raise ClosedError(f"{self._told} was closed. Make a new one.")
-        if not self._is_there():  # else Ray would start anew by itself
+        if not is_in(self._session):  # else Ray would start anew by itself
             raise BufferDied(f"{self._told} is gone: Ray was shut down, and its actor with it. Make a new one.")
-
-    def _is_there(self) -> bool:
-        """Whether this process is connected to the Ray that the actor was created on."""
-        return ray.is_initialized() and session() == self._session
 
     def _gone(self, error: RayError) -> Exception:
         if not self._is_open:
@@ -204,14 +200,9 @@ class Service(Line):
 
     def __init__(self, make: bytes, config: Mapping[str, Any], *, told: str, first: str, timeout: float) -> None:
         # a call is not to be made twice, and an actor that is made anew has lost what was in it
-        own = {"max_restarts": 0, "max_task_retries": 0}
         remote: Any = ray.remote
         kind = remote(concurrency_groups={"read": 1, "write": 1, "life": 1})(Holding)
-        try:
-            actor = kind.options(**{**config, **own}).remote(make, sys.path)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"remote_config={dict(config)!r} is not what ray.remote takes: {error}") from error
-        super().__init__(actor, told)
+        super().__init__(created(kind, config, "remote_config", make, sys.path), told)
         self._life = self.actor.live.options(concurrency_group="life").remote()
         try:
             self.call(first, timeout=timeout)
@@ -223,6 +214,6 @@ class Service(Line):
         """Ends the actor. Safe to call again."""
         if self._is_open:
             self._is_open = False
-            if self._is_there():
+            if is_in(self._session):
                 ray.kill(self.actor, no_restart=True)
                 ray.wait([self._life], timeout=LET_GO)

@@ -38,7 +38,7 @@ from rlcollect.workers.answers import Facts
 from rlcollect.workers.commands import Build, Command
 from rlcollect.workers.lasting import LastingPool
 from rlcollect.workers.process import packed_builds
-from rlcollect.workers.revival import Attachment, Revival
+from rlcollect.workers.revival import Attachment, Prefixes, Revival
 
 __all__ = ["START_HINT", "Apart", "unwhole"]
 
@@ -66,7 +66,7 @@ class Apart(BaseCollector):
         self._attachments: dict[int, list[Attachment]] = {}
         self._fills_there = False  # whether workers write to the buffer
         self._revival: Revival | None = None
-        self._prefixes = 0  # of ids, that were given away, where no revival gives them
+        self._prefixes = Prefixes(len(builds))
         self._memory = self._ending.enter_context(ExitStack())  # that is shared
         with Held():  # it has its owner before a Ctrl-C comes
             pool = self._pool(packed)
@@ -134,6 +134,7 @@ class Apart(BaseCollector):
             start_timeout=options.start_timeout,
             attachments=attachments,
             check=check,
+            prefixes=self._prefixes,
         )
 
     def _attach(self, crew: Crew, worker: int, command: Command, *attached: Any) -> None:
@@ -384,18 +385,14 @@ class Apart(BaseCollector):
         load_weights(module, weights, strict=strict)
 
     def _state_of(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        prefixes = self._prefixes if self._revival is None else self._revival.prefixes
-        return {**super()._state_of(states), **({"prefixes": prefixes} if prefixes else {})}
+        return {**super()._state_of(states), "prefixes": self._prefixes.given}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """See `BaseCollector`. Workers that come later, or in the place of others, get ids that none had before it."""
         super().load_state_dict(state, strict)
         if self._how.policy_factory is not None:  # each worker's weights are its own, and of the state
             self._posting.forget_policy(self._updates.version)
-        prefixes = state.get("prefixes", 0)
-        self._prefixes = max(self._prefixes, prefixes)
-        if self._revival is not None:
-            self._revival.prefixes = max(self._revival.prefixes, prefixes)
+        self._prefixes.skip(state.get("prefixes", 0))
 
 
 def _dismiss(crew: Crew, owner: int) -> None:

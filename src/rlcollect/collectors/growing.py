@@ -127,11 +127,7 @@ class Growing(Apart):
     def _more_builds(self, sources: Sequence[Any], added: Remotes, first: int) -> list[Build]:
         """What remotes that come later are made from: they owe no random frames, and have prefixes of their own."""
         count = first + len(sources)
-        if self._revival is not None:
-            prefix = self._revival.take_prefixes(len(sources))
-        else:
-            prefix = max(first, self._prefixes)
-            self._prefixes = prefix + len(sources)
+        prefix = self._prefixes.take(len(sources))
         before = self._own_kwargs or [self._remotes.kwargs_of(worker, first) for worker in range(first)]
         self._own_kwargs = [*before[:first], *[added.kwargs_of(place, len(sources)) for place in range(len(sources))]]
         same: dict[str, Any] = dict.fromkeys(DEVICES)

@@ -17,7 +17,7 @@ OURS = (
     *("concurrency_groups", "get_if_exists", "lifetime"),
     *("max_concurrency", "max_pending_calls", "max_restarts", "max_task_retries"),
 )
-AMOUNTS = ("num_cpus", "num_gpus", "memory")
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # amounts, and what Ray calls them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     resources = config.get("resources") or {}
     if not isinstance(resources, Mapping):
         raise OptionError(f"{name} has resources={resources!r}; they are a mapping, from names to amounts.")
-    amounts = {key: config[key] for key in AMOUNTS if config.get(key) is not None}
+    amounts = {key: config[key] for key in RESOURCES if config.get(key) is not None}
     for key, amount in {**amounts, **resources}.items():
         if not isinstance(amount, Real) or isinstance(amount, bool):
             raise OptionError(f"{name} has {key}={amount!r}; what a remote asks for is a number.")

@@ -39,11 +39,13 @@ class Command:
         title: what it is called in errors.
         is_plain: whether it holds nothing of the user's.
         is_news: whether one that was not sent yet is made up for by the next.
+        is_cut: whether new episodes begin with it, though nothing has ended those before.
     """
 
     title: ClassVar[str] = "command"
     is_plain: ClassVar[bool] = False
     is_news: ClassVar[bool] = False
+    is_cut: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class Abandon(Command):
         number: of the `Collect`; where that had not begun, no warm-up was used.
     """
 
+    is_cut: ClassVar[bool] = True
     number: int
 
 
@@ -213,6 +216,7 @@ class Seed(Command):
         generation: how many workers of this number were seeded so before.
     """
 
+    is_cut: ClassVar[bool] = True
     seed: int | Sequence[int]
     static: bool = False
     generation: int = 0
@@ -228,6 +232,7 @@ class Reset(Command):
         options: for the environments' `reset`.
     """
 
+    is_cut: ClassVar[bool] = True
     title: ClassVar[str] = "options"
     lanes: Sequence[int] | None
     seeds: int | Sequence[int] | None = None

@@ -18,7 +18,7 @@ from rlcollect.processes.channel import Held
 from rlcollect.processes.crossing import packed
 from rlcollect.processes.messages import Reply
 from rlcollect.workers.answers import RECENT, Collected, Facts, Report, Saved
-from rlcollect.workers.commands import Abandon, Build, Close, Collect, Reset, Seed
+from rlcollect.workers.commands import Build, Close, Collect
 from rlcollect.workers.revival import Revival, owed
 
 __all__ = ["LastingPool"]
@@ -108,7 +108,7 @@ class LastingPool:
             return self._pool.submit(worker, command, in_turn=in_turn, attached=attached, number=number)
         number = self.new_number() if number is None else number
         self._revival.note(worker, command)
-        self._cuts[worker] += isinstance(command, Abandon | Reset | Seed)
+        self._cuts[worker] += getattr(command, "is_cut", False)
         with Held():
             if worker in self._due:
                 packed(command, getattr(command, "title", "command"))  # whether it can be sent shows now
@@ -212,7 +212,7 @@ class LastingPool:
             assert self._revival is not None
             self._revival.note_progress(worker)
             self._own[worker], self._own_rollouts[worker] = value.report, value.number
-            self._cuts[worker] = sum(isinstance(each, Abandon | Reset | Seed) for each in self._waiting_of(worker))
+            self._cuts[worker] = sum(getattr(each, "is_cut", False) for each in self._waiting_of(worker))
             self._note_found(worker, value.found)
             report = value.report.after(self._past[worker])
             return replace(value, report=report, number=value.number + self._rollouts[worker])

@@ -13,9 +13,32 @@ from rlcollect.processes.restarts import Restarts
 from rlcollect.workers.answers import Facts
 from rlcollect.workers.commands import Build, Command, Load, Seed
 
-__all__ = ["Attachment", "Revival", "owed"]
+__all__ = ["Attachment", "Prefixes", "Revival", "owed"]
 
 Attachment = tuple[Command, Sequence[Any]]  # with what goes with it: see `WorkerPool.submit`
+
+
+class Prefixes:
+    """Gives prefixes of ids, each once.
+
+    Attributes:
+        given: how many were.
+
+    Args:
+        given: those that workers have which were there from the beginning.
+    """
+
+    def __init__(self, given: int) -> None:
+        self.given = given
+
+    def take(self, count: int) -> int:
+        """So many that nobody else gets; the first."""
+        first, self.given = self.given, self.given + count
+        return first
+
+    def skip(self, given: int) -> None:
+        """So many were given before, elsewhere."""
+        self.given = max(self.given, given)
 
 
 class Revival:
@@ -24,7 +47,6 @@ class Revival:
     Attributes:
         worker_timeout: seconds without a sign of life after which a worker counts as failed; None: any.
         start_timeout: seconds in which one must be made; None: any.
-        prefixes: how many prefixes of ids were given.
 
     Args:
         builds: what each was made from.
@@ -33,6 +55,7 @@ class Revival:
         start_timeout: see above.
         attachments: what a worker is told when it is made, each time.
         check: raises where a worker is not like those before.
+        prefixes: of the ids of their episodes.
     """
 
     def __init__(
@@ -44,21 +67,17 @@ class Revival:
         start_timeout: float | None,
         attachments: Callable[[int], Sequence[Attachment]],
         check: Callable[[int, Facts], None],
+        prefixes: Prefixes,
     ) -> None:
         self.worker_timeout = worker_timeout
         self.start_timeout = start_timeout
-        self.prefixes = len(builds)
         self.check = check
         self._attachments = attachments
+        self._prefixes = prefixes
         self._builds = list(builds)
         self._restarts = Restarts(len(builds), limit)
         self._seeds: dict[int, Seed] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}
-
-    def take_prefixes(self, count: int) -> int:
-        """So many prefixes that nobody else gets; the first."""
-        first, self.prefixes = self.prefixes, self.prefixes + count
-        return first
 
     def add(self, builds: Sequence[Build]) -> None:
         """There are more workers, made from these, each with a prefix that was taken for it."""
@@ -101,7 +120,7 @@ class Revival:
             warmup: random frames that each of its lanes still owes.
             numbers: of the episode that each begins with.
         """
-        prefix = self.take_prefixes(1)
+        prefix = self._prefixes.take(1)
         loaded = self._loaded.get(worker, {})
         return replace(
             self._builds[worker],
