@@ -60,9 +60,14 @@ class Member:
 
     def ask(self) -> None:
         """For a sign of life, unless that was done a moment ago."""
-        now = time.monotonic()
-        if self.asked is None and now - self.asked_at >= PULSE_EACH / 2:
-            self.asked, self.asked_at = self.actor.pulse.remote(), now
+        if self.asked is None and time.monotonic() - self.asked_at >= PULSE_EACH / 2:
+            self.ask_anew()
+
+    def ask_anew(self) -> None:
+        """For a sign of life of now; it is silent since it was asked first."""
+        if self.asked is None:
+            self.asked_at = time.monotonic()
+        self.asked = self.actor.pulse.remote()
 
     def hear(self) -> None:
         """What was asked for has come."""

@@ -88,6 +88,7 @@ class ActorPool:
         self._stops: dict[int, int] = {}  # the newest number that each was told to stop
         self._half = set[int]()  # those of which all is here but the reply
         self._telling = 0.0  # until when those that were asked for a sign of life have time, for an error
+        self._told = set[int]()  # of which it was told since they were asked
         self._session = session()
         self._gone: list[tuple[int, RayError]] = []
         self._heard: list[Reply] = []
@@ -340,7 +341,7 @@ class ActorPool:
         member = self._members[worker]
         if not is_in(self._session):
             return f"worker {worker} ({member.pulse.told}, before Ray was shut down)"
-        self._look_around()
+        self._look_around(worker)
         if member.asked is not None and ray.wait([member.asked], timeout=max(0.0, self._telling - time.monotonic()))[0]:
             self._hear(worker)
         if not member.pulse.node:
@@ -351,14 +352,15 @@ class ActorPool:
         when = f", {age:.0f} s ago" if age > 2 * PULSE_EACH else ""
         return f"worker {worker} ({member.pulse.told}{when}; on node {member.pulse.node})"
 
-    def _look_around(self) -> None:
-        """Asks all for a sign of life: an error may tell of many, and those have the same time for it."""
+    def _look_around(self, worker: int) -> None:
+        """Asks all for a sign of life, once for each: an error may tell of many, which have the same time for it."""
         now = time.monotonic()
-        if now >= self._telling:
-            self._telling = now + TELLING
-            for worker, member in enumerate(self._members):
-                if worker not in self._retired:
-                    member.ask()
+        if worker in self._told or now >= self._telling:
+            self._telling, self._told = now + TELLING, set()
+            for each, member in enumerate(self._members):
+                if each not in self._retired:
+                    member.ask_anew()
+        self._told.add(worker)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """See `WorkerPool`.
